@@ -1,0 +1,279 @@
+"""What a model adapter builds: parts with Hugging Face names, and the output matrix.
+
+A model is `embed(tokens, ctx) → carry`, a list of `blocks`, each `(carry, ctx) → carry`, and
+`finish(carry) → hidden [T, D]`. The carry is a small dict of arrays, `{"h": [T, D]}` at least. A
+decoder layer is two blocks, attention and MLP, because the residual stream is one tensor wide at both
+places, so a backward strategy may cut anywhere.
+
+Every part (embedding, block, final norm, output) is an `mlx.nn` module with a `path`: the prefix that
+makes its parameters' names those of the Hugging Face checkpoint (`model.layers.0` for both blocks of
+layer 0). Loading, adapters, gradients and saving all speak these names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import mlx.core as mx
+import mlx.nn as nn
+from attrs import evolve, frozen
+from mlx.utils import tree_flatten
+
+from mortice.batch import Gradients
+from mortice.context import Context, activate
+
+Carry: TypeAlias = "dict[str, mx.array]"
+
+
+def join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path and name else path or name
+
+
+class Part(nn.Module):
+    """An `mlx.nn` module whose parameters belong under `path` in the checkpoint."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path = path
+
+    @property
+    def path(self) -> str:
+        return self._path
+
+
+class Block(Part):
+    """One step of the residual stream. `layer` is the decoder layer it belongs to."""
+
+    def __init__(self, path: str, layer: int) -> None:
+        super().__init__(path)
+        self._layer = layer
+
+    @property
+    def layer(self) -> int:
+        return self._layer
+
+    def __call__(self, carry: Carry, ctx: Context) -> Carry:
+        raise NotImplementedError
+
+
+class Model:
+    """Base of what `ModelAdapter.build` returns. Subclasses give `embed`, `finish` and `output`.
+
+    `parts` must list every part once: embedding, blocks in order, final norm, output.
+    """
+
+    config: Mapping[str, Any]
+    blocks: Sequence[Block]
+    parts: Sequence[Part]
+    dtype: mx.Dtype = mx.float32
+    """Of the activations: float32 on the CPU, the checkpoint's own on a GPU."""
+
+    def embed(self, tokens: mx.array, ctx: Context) -> Carry:
+        """Token ids `[T]` to the first carry. Constants (per-layer inputs) go into `ctx.constants`."""
+        raise NotImplementedError
+
+    def finish(self, carry: Carry) -> mx.array:
+        """The last carry to hidden states `[T, D]`, after the final norm."""
+        raise NotImplementedError
+
+    @property
+    def output(self) -> Output:
+        """The output matrix with the parameters that are bound now."""
+        raise NotImplementedError
+
+    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        """Names and shapes of a checkpoint to those of the parts: drop dead weights, split fused ones."""
+        return weights
+
+    @property
+    def num_layers(self) -> int:
+        return 1 + max((block.layer for block in self.blocks), default=-1)
+
+    def run(self, carry: Carry, ctx: Context, start: int = 0, stop: int | None = None) -> Carry:
+        """Blocks `start` to `stop` under `ctx`."""
+        with activate(ctx):
+            for block in self.blocks[start:stop]:
+                carry = block(carry, ctx)
+        return carry
+
+    def hidden(self, ctx: Context, tokens: mx.array) -> mx.array:
+        """All of it at once: token ids `[T]` to hidden states `[T, D]`."""
+        with activate(ctx):
+            carry = self.embed(tokens, ctx)
+        return self.finish(self.run(carry, ctx))
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], None]]]:
+        """Every leaf module with its full name and a function that puts another module in its place."""
+        for part in self.parts:
+            yield from _leaves(part.path, part)
+
+    def named_parameters(self) -> dict[str, mx.array]:
+        """All parameters by full name."""
+        return {
+            join(part.path, name): value for part in self.parts for name, value in tree_flatten(part.parameters())
+        }
+
+    def bind(self, params: Mapping[str, mx.array]) -> None:
+        """Put arrays (or tracers) in the places of the parameters of those names. Raises KeyError for an unknown one."""
+        for name, value in params.items():
+            owner, key = self._place(name)
+            owner[key] = value
+
+    def invalidate(self) -> None:
+        """Forget where parameters live; to be called after modules were replaced."""
+        self.__dict__.pop("_places", None)
+
+    def names_of(self, parts: Sequence[Part], among: Mapping[str, Any]) -> list[str]:
+        """Which of the names in `among` are parameters of these parts."""
+        places = self._all_places()
+        ids = {id(part) for part in parts}
+        return [name for name in among if name in places and places[name][2] in ids]
+
+    def _place(self, name: str) -> tuple[Any, str]:
+        owner, key, _ = self._all_places()[name]
+        return owner, key
+
+    def _all_places(self) -> dict[str, tuple[Any, str, int]]:
+        places = self.__dict__.get("_places")
+        if places is None:
+            places = {}
+            for part in self.parts:
+                for name, owner, key in _slots(part.path, part):
+                    places[name] = (owner, key, id(part))
+            self.__dict__["_places"] = places
+        return places
+
+
+def _children(node: Any) -> Iterator[tuple[str, Any]]:
+    items = node.items() if isinstance(node, dict) else enumerate(node)
+    for key, value in items:
+        if not str(key).startswith("_"):
+            yield str(key), value
+
+
+def _slots(path: str, node: Any) -> Iterator[tuple[str, Any, Any]]:
+    """(full name, owner, key) of every array below `node`."""
+    items = node.items() if isinstance(node, dict) else enumerate(node)
+    for key, value in items:
+        if str(key).startswith("_"):
+            continue
+        name = join(path, str(key))
+        if isinstance(value, mx.array):
+            yield name, node, key
+        elif isinstance(value, (dict, list)):
+            yield from _slots(name, value)
+
+
+def _leaves(path: str, node: Any) -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], None]]]:
+    """Modules that hold no other module, below `node`."""
+    for key, value in _children(node):
+        if isinstance(value, nn.Module) and not any(isinstance(v, (nn.Module, list)) for _, v in _children(value)):
+
+            def put(module: nn.Module, node: Any = node, key: str = key) -> None:
+                node[int(key) if isinstance(node, list) else key] = module
+
+            yield join(path, key), value, put
+        elif isinstance(value, (dict, list)):
+            yield from _leaves(join(path, key), value)
+
+
+@frozen(eq=False)
+class Output:
+    """The output matrix `[V, D]`, maybe quantized, with soft cap and temperature. What a head multiplies by.
+
+    Heads use `project`, `pull` and `rows` block by block and never look at how the matrix is stored. An
+    adapter on the output gives a subclass that overrides them together with `parameters`, `with_parameters` and
+    `accumulate`.
+    """
+
+    weight: mx.array
+    """`[V, D]`, or packed."""
+    name: str
+    """Full parameter name, `lm_head.weight` or the embedding's where it is tied."""
+    scales: mx.array | None = None
+    biases: mx.array | None = None
+    group_size: int = 64
+    bits: int = 4
+    mode: str = "affine"
+    softcap: float | None = None
+    temperature: float = 1.0
+
+    @property
+    def vocab(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def quantized(self) -> bool:
+        return self.scales is not None
+
+    def parameters(self) -> dict[str, mx.array]:
+        """Those that can train, by full name: none of a quantized matrix."""
+        return {} if self.quantized else {self.name: self.weight}
+
+    def with_parameters(self, params: Mapping[str, mx.array]) -> Output:
+        """The same output with other values."""
+        return evolve(self, weight=params.get(self.name, self.weight))
+
+    def at_temperature(self, temperature: float) -> Output:
+        return evolve(self, temperature=temperature)
+
+    def _packed(self, start: int, stop: int) -> tuple[mx.array, mx.array, mx.array | None]:
+        assert self.scales is not None
+        biases = None if self.biases is None else self.biases[start:stop]
+        return self.weight[start:stop], self.scales[start:stop], biases
+
+    def rows(self, start: int = 0, stop: int | None = None) -> mx.array:
+        """Rows of the matrix as float32 `[stop − start, D]`."""
+        stop = self.vocab if stop is None else stop
+        if not self.quantized:
+            return self.weight[start:stop].astype(mx.float32)
+        weight, scales, biases = self._packed(start, stop)
+        rows = mx.dequantize(weight, scales, biases, group_size=self.group_size, bits=self.bits, mode=self.mode)
+        return rows.astype(mx.float32)
+
+    def _on_cpu(self) -> bool:
+        return mx.default_device() == mx.cpu
+
+    def project(self, hidden: mx.array, start: int = 0, stop: int | None = None) -> mx.array:
+        """Raw logits of a vocabulary block: `[M, D] → [M, stop − start]` float32, without soft cap and temperature."""
+        stop = self.vocab if stop is None else stop
+        if self.quantized and not self._on_cpu():
+            weight, scales, biases = self._packed(start, stop)
+            logits = mx.quantized_matmul(
+                hidden, weight, scales, biases, transpose=True, group_size=self.group_size, bits=self.bits, mode=self.mode
+            )
+            return logits.astype(mx.float32)
+        return hidden.astype(mx.float32) @ self.rows(start, stop).T
+
+    def pull(self, g: mx.array, start: int = 0, stop: int | None = None) -> mx.array:
+        """The transpose of `project`: `[M, stop − start] → [M, D]` float32."""
+        stop = self.vocab if stop is None else stop
+        if self.quantized and not self._on_cpu():
+            weight, scales, biases = self._packed(start, stop)
+            out = mx.quantized_matmul(
+                g, weight, scales, biases, transpose=False, group_size=self.group_size, bits=self.bits, mode=self.mode
+            )
+            return out.astype(mx.float32)
+        return g.astype(mx.float32) @ self.rows(start, stop)
+
+    def finish(self, logits: mx.array) -> mx.array:
+        """Soft cap, then temperature."""
+        if self.softcap is not None:
+            logits = self.softcap * mx.tanh(logits / self.softcap)
+        return logits if self.temperature == 1.0 else logits / self.temperature
+
+    def slope(self, logits: mx.array) -> mx.array:
+        """d finish / d raw logit, of raw logits."""
+        scale = 1.0 / self.temperature
+        if self.softcap is None:
+            return mx.full(logits.shape, scale)
+        return scale * (1.0 - mx.square(mx.tanh(logits / self.softcap)))
+
+    def accumulate(self, hidden: mx.array, g: mx.array, start: int, stop: int, into: Gradients) -> None:
+        """Add the gradient of a vocabulary block, from `hidden [M, D]` and d loss / d raw logits `g [M, stop − start]`.
+
+        `into` maps this output's parameter names to running gradients; names that it lacks do not train.
+        """
+        if self.name in into:
+            into[self.name][start:stop] += g.T @ hidden.astype(mx.float32)

@@ -1,0 +1,319 @@
+"""The shape of each kind of plugin.
+
+A strategy is one frozen attrs class: its fields are its options, its docstring is what `mortice
+describe` prints, and the methods below are its contract. Options are frozen; whatever changes during
+a run is returned by `open` (sources, trackers) or passed in and out (controllers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+
+from attrs import field, frozen
+
+from mortice.batch import Batch, Completion, Example, Gradients, Group, Limits, LossOutput, MicroBatch, TokenLogprobs
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+    from mortice.context import SpanContext
+    from mortice.model import Model, Output
+    from mortice.objective import Objective, ObjectiveResult
+    from mortice.tokenizer import Tokenizer
+
+Params: TypeAlias = "dict[str, mx.array]"
+"""Trainable parameters by full name."""
+Metrics: TypeAlias = Mapping[str, float]
+
+
+@runtime_checkable
+class Loss(Protocol):
+    """A pure function of log-probabilities. No I/O, no `.item()`, no state.
+
+    `requires` (a class attribute or a property of the configured instance) names what it needs of the batch:
+    `pairs`, `groups` (K > 1), `ref_logprobs`, `old_logprobs`, `advantages`, `prompt_logprobs`, `entropy`, `values`.
+    The counts of its terms must not depend on the scores. A loss may say them itself in
+    `counts(batch) → {term: count}`; without it they are read from a call with placeholder scores.
+    `profile` (optional) maps dotted keys of the run file to the values this loss is best run with.
+    """
+
+    def __call__(self, scores: TokenLogprobs, batch: Batch, /) -> LossOutput: ...
+
+
+@runtime_checkable
+class Head(Protocol):
+    """Scored hidden states `[M, D]` to target log-probabilities `[M]`, and ∂logprob/∂hidden `[M, D]` when asked.
+
+    `score` computes in order: logits, soft cap, division by the temperature, all given by `output`. With
+    `traced=False` it is called outside every transform and may evaluate between tiles; with `traced=True` it
+    runs inside a transform and must not (no `mx.eval`, no numpy): chain tiles with `mx.depends`.
+
+    `differentiable = True` says that autodiff through `score(..., traced=True)` is right by itself, so that
+    no custom gradient is put around it. `provides` may hold `entropy`, or `values` for a scalar head.
+    `output_for(model)` (optional) gives the matrix it multiplies by, where that is not the model's own.
+    """
+
+    def score(
+        self, hidden: mx.array, targets: mx.array, output: Output, *, grad: bool = False,
+        entropy: bool = False, traced: bool = False,
+    ) -> TokenLogprobs: ...  # fmt: skip
+
+    def output_gradients(
+        self, hidden: mx.array, targets: mx.array, output: Output, dlogprobs: mx.array, lse: mx.array, *,
+        traced: bool = False,
+    ) -> Gradients:  # fmt: skip
+        """Gradients of the output's own parameters, in a second pass over the vocabulary. Called only where they train."""
+        ...
+
+
+@runtime_checkable
+class Backward(Protocol):
+    """Gradients of one micro-batch: from the rows' contexts and the objective to `{name: gradient}`.
+
+    `contexts` holds one context a row, each with its `row`. The strategy runs `model.embed`, `model.blocks` and
+    `model.finish` under it, hands all hidden states to the objective at once and brings `d hidden` back.
+    """
+
+    def __call__(
+        self, model: Model, params: Params, contexts: Sequence[SpanContext], objective: Objective, /
+    ) -> tuple[ObjectiveResult, Gradients]: ...
+
+
+@runtime_checkable
+class Layout(Protocol):
+    """Groups to micro-batches of rows. Mask and target shift happen here, once.
+
+    `prompt_targets` asks for prompt tokens (and masked completion tokens) as targets too, each once a group.
+    """
+
+    def __call__(self, groups: Sequence[Group], limits: Limits, /, *, prompt_targets: bool = False) -> list[MicroBatch]: ...
+
+
+@runtime_checkable
+class ModelAdapter(Protocol):
+    """One model family. Exactly one must claim a checkpoint's `config.json`."""
+
+    def handles(self, config: Mapping[str, Any], /) -> bool: ...
+
+    def build(self, config: Mapping[str, Any], /) -> Model:
+        """The modules, without weights. Raises `CheckpointError` naming a missing or unsupported key."""
+        ...
+
+
+@frozen
+class SavedAdapter:
+    """Adapter tensors by full parameter name, and the options they were made with (mlx-lm's keys)."""
+
+    tensors: Mapping[str, Any]
+    config: Mapping[str, Any]
+
+
+@runtime_checkable
+class Adapter(Protocol):
+    """Which parameters train, and how they are kept."""
+
+    def attach(self, model: Model, key: mx.array, /) -> Params:
+        """Put the trainable parameters into the model and return them by full name. Raises `ConfigError` where a
+        target name matches nothing, or where nothing would train."""
+        ...
+
+    def base(self, params: Params, /) -> Params:
+        """The same parameters with values that leave the base model's function unchanged (for a `base` reference).
+        Raises `ConfigError` where there is no such value."""
+        ...
+
+    def save(self, model: Model, params: Params, path: Path, /) -> None:
+        """Write a folder that this strategy, and where it can be so mlx-lm, loads."""
+        ...
+
+    def load(self, model: Model, path: Path, params: Params, /) -> Params:
+        """The values of `params` as saved in `path`. All tensors are checked before anything is returned."""
+        ...
+
+
+@runtime_checkable
+class DataFormat(Protocol):
+    """A record to an example. `keys` are the keys it accepts; `provides` what its groups bring (`pairs`).
+
+    `matches(record)` says whether a record has this format's shape, for messages and for `format = "auto"`.
+    """
+
+    keys: frozenset[str]
+    provides: frozenset[str]
+
+    def matches(self, record: Mapping[str, Any], /) -> bool: ...
+
+    def __call__(self, record: Mapping[str, Any], tokenizer: Tokenizer, /, *, source: str) -> Example:
+        """Raises `DataError` that says what was found and what is accepted; the caller adds file and line."""
+        ...
+
+
+class Report(Protocol):
+    """Where a source or a strategy says what a user should see: shown once, and counted in the metrics."""
+
+    def __call__(self, message: str, /, *, count: tuple[str, int] | None = None) -> None: ...
+
+
+@frozen
+class SourceContext:
+    """What a source may use. Everything is there before the model's weights are, except `policy`."""
+
+    data: Any
+    """The `[data]` table: `mortice.config.DataOptions`."""
+    format: DataFormat
+    tokenizer: Tokenizer
+    batch_size: int
+    seed: int
+    report: Report
+    requires: frozenset[str] = frozenset()
+    """What the loss needs."""
+    rollout: Any = None
+    rewards: tuple[Any, ...] = ()
+    policy: Callable[[], Any] | None = None
+    """The live policy (`mortice.trainer.Policy`: model, current parameters), for sources that sample."""
+
+
+class LiveSource(Protocol):
+    provides: frozenset[str]
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Optimizer steps in which every row is visited once; None where there is no such thing."""
+        ...
+
+    @property
+    def can_validate(self) -> bool: ...
+
+    def next(self, step: int, /) -> tuple[Sequence[Group], int]:
+        """Groups of the step that begins, and how many optimizer steps (passes) are made on them."""
+        ...
+
+    def validate(self, evaluate: Callable[[Sequence[Group]], dict[str, float]], /) -> dict[str, float]:
+        """Validation metrics. `evaluate` gives the loss and its metrics over groups, each row once."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """JSON values from which `restore` continues."""
+        ...
+
+    def restore(self, state: Mapping[str, Any], /) -> None: ...
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Where groups come from: a data set, or a rollout (sample, score, advantage)."""
+
+    def open(self, context: SourceContext, /) -> LiveSource: ...
+
+
+@frozen
+class Sampling:
+    """How a completion is sampled. `seed` names the draw together with prompt and sample index."""
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    samples: int = 1
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    eos_ids: tuple[int, ...] = ()
+
+
+@runtime_checkable
+class RolloutEngine(Protocol):
+    """Samples completions. `provides`: `token-ids`, `logprobs-at-temperature`, `weight-sync`; what an engine lacks,
+    training rescores or refuses by name."""
+
+    provides: frozenset[str]
+
+    def generate(
+        self, model: Model, prompts: Sequence[Sequence[int]], sampling: Sampling, /
+    ) -> Iterator[tuple[int, int, Completion]]: ...
+
+
+@runtime_checkable
+class Reward(Protocol):
+    """A number for a completion; rewards of a run are summed with their `weight`."""
+
+    weight: float
+
+    def __call__(self, completion: str, record: Mapping[str, Any], /) -> float: ...
+
+
+class LiveOptimizer(Protocol):
+    """The part of `mlx.optimizers.Optimizer` that a step uses."""
+
+    learning_rate: Any
+    state: dict[str, Any]
+
+    def init(self, parameters: dict[str, Any], /) -> None: ...
+
+    def apply_gradients(self, gradients: dict[str, Any], parameters: dict[str, Any], /) -> dict[str, Any]: ...
+
+
+@runtime_checkable
+class OptimizerBuilder(Protocol):
+    learning_rate: float
+
+    def build(self) -> LiveOptimizer: ...
+
+
+@runtime_checkable
+class Schedule(Protocol):
+    """The learning rate of each optimizer step, counted from 0. The first one is never 0."""
+
+    def build(self, peak: float, total: int, /) -> Callable[[int], float]: ...
+
+
+@frozen
+class RunInfo:
+    """What a tracker or an observer may show of a run."""
+
+    path: Path
+    """The run folder, absolute."""
+    total_steps: int
+    trainable: int
+    parameters: int
+    config: Any = field(repr=False, default=None)
+    """The effective configuration (`mortice.config.RunConfig`)."""
+    start_step: int = 0
+
+
+class LiveTracker(Protocol):
+    def log(self, step: int, metrics: Mapping[str, Any], /) -> None: ...
+
+
+@runtime_checkable
+class Tracker(Protocol):
+    """Shows or stores metrics. Validation metrics carry the prefix `valid/`; `say` (optional) takes notices."""
+
+    def open(self, run: RunInfo, /) -> AbstractContextManager[LiveTracker]: ...
+
+
+@runtime_checkable
+class Task(Protocol):
+    """Verifiable problems with a checker."""
+
+    def problems(self, split: str, seed: int, /) -> Iterator[Mapping[str, Any]]: ...
+
+    def check(self, completion: str, problem: Mapping[str, Any], /) -> Mapping[str, float]: ...
+
+
+@runtime_checkable
+class Controller(Protocol):
+    """Changes options of frozen strategies during a run, after each validation.
+
+    Returns overrides by dotted key (`{"loss.beta": 0.2}`) and its next state (JSON values), which is checkpointed.
+    """
+
+    def __call__(
+        self, step: int, metrics: Metrics, state: Mapping[str, Any], /
+    ) -> tuple[Mapping[str, Any], Mapping[str, Any]]: ...
+
+
+Names: TypeAlias = Iterable[str]
