@@ -1,0 +1,49 @@
+"""mortice: a plugin-based trainer for language models after pre-training, on Apple MLX.
+
+Importing this package is light: mlx is imported by what is used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "Batch": "mortice.batch",
+    "Completion": "mortice.batch",
+    "Group": "mortice.batch",
+    "LossOutput": "mortice.batch",
+    "TokenLogprobs": "mortice.batch",
+    "Scores": "mortice.score",
+    "hookimpl": "mortice.hookspecs",
+    "load": "mortice.pretrained",
+    "option": "mortice.options",
+    "run": "mortice.run",
+    "score": "mortice.score",
+}
+
+if TYPE_CHECKING:
+    from mortice.batch import Batch, Completion, Group, LossOutput, TokenLogprobs
+    from mortice.hookspecs import hookimpl
+    from mortice.options import option
+    from mortice.pretrained import load
+    from mortice.run import run
+    from mortice.score import Scores, score
+
+__all__ = [
+    "Batch", "Completion", "Group", "LossOutput", "Scores", "TokenLogprobs",
+    "hookimpl", "load", "option", "run", "score",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'mortice' has no attribute {name!r}")
+    import importlib
+    import sys
+
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    # `mortice.score` and `mortice.run` are also modules: keep the function in their place.
+    setattr(sys.modules[__name__], name, value)
+    return value

@@ -1,0 +1,1 @@
+"""The strategies that ship with mortice. They use only the public hooks."""

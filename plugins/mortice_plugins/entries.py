@@ -1,0 +1,36 @@
+"""The plugins that ship with mortice beside the basics, one entry point each.
+
+They register lazily (`module:Class`), so that listing them imports no mlx; a third-party plugin may simply
+put its hook implementation beside its class.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from mortice.hookspecs import HOOKS, hookimpl
+
+
+def _plugin(kind: str, target: str, help: str, *names: str) -> ModuleType:
+    """A plugin object that registers one class under one or more names."""
+
+    @hookimpl
+    def register_strategy(register):
+        for name in names:
+            register(name, target, help=help)
+
+    module = ModuleType(f"mortice_plugins.{names[0]}", help)
+    setattr(module, HOOKS[kind], register_strategy)
+    return module
+
+
+sft = _plugin("loss", "mortice_plugins.losses.sft:SFT", "Next-token cross-entropy of completions, or of everything.", "sft")
+orpo = _plugin("loss", "mortice_plugins.losses.orpo:ORPO", "Odds-ratio preference optimisation: NLL plus λ times the log-odds term; no reference model.", "orpo")
+flash_cce = _plugin("head", "mortice_plugins.heads.flash_cce:FlashCCE", "Log-probabilities and their gradient in one pass over vocabulary tiles; never holds full logits.", "flash-cce")
+segmented = _plugin("backward", "mortice_plugins.backwards.segmented:Segmented", "Backward through a few blocks at a time; memory of one segment.", "segmented")
+prefix_shared = _plugin("layout", "mortice_plugins.layouts.prefix_shared:PrefixShared", "One row a group: its prompt runs once, completions branch from it.", "prefix-shared")
+llama = _plugin("model", "mortice_plugins.models.llama:LlamaAdapter", "Llama 2 and 3, SmolLM2, MiniCPM5, Qwen3.", "llama")
+preference = _plugin("data", "mortice_plugins.formats.preference:Preference", "A prompt with a chosen and a rejected answer.", "preference", "dpo")
+chat = _plugin("data", "mortice_plugins.formats.chat:Chat", "A list of messages; assistant turns are scored.", "chat")
+completion = _plugin("data", "mortice_plugins.formats.completion:CompletionFormat", "A prompt and its completion.", "completion")
+text = _plugin("data", "mortice_plugins.formats.text:Text", "Raw text, scored whole.", "text")
