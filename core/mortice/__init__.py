@@ -15,12 +15,12 @@ _LAZY = {
     "Group": "mortice.batch",
     "LossOutput": "mortice.batch",
     "TokenLogprobs": "mortice.batch",
-    "Scores": "mortice.score",
+    "Scores": "mortice.scoring",
     "hookimpl": "mortice.hookspecs",
     "load": "mortice.pretrained",
     "option": "mortice.options",
-    "run": "mortice.run",
-    "score": "mortice.score",
+    "run": "mortice.launch",
+    "score": "mortice.scoring",
 }
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from mortice.hookspecs import hookimpl
     from mortice.options import option
     from mortice.pretrained import load
-    from mortice.run import run
-    from mortice.score import Scores, score
+    from mortice.launch import run
+    from mortice.scoring import Scores, score
 
 __all__ = [
     "Batch", "Completion", "Group", "LossOutput", "Scores", "TokenLogprobs",
@@ -41,9 +41,5 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'mortice' has no attribute {name!r}")
     import importlib
-    import sys
 
-    value = getattr(importlib.import_module(_LAZY[name]), name)
-    # `mortice.score` and `mortice.run` are also modules: keep the function in their place.
-    setattr(sys.modules[__name__], name, value)
-    return value
+    return getattr(importlib.import_module(_LAZY[name]), name)
