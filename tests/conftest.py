@@ -1,0 +1,25 @@
+"""Fixtures that several test files share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of reference values (losses, models, data), beside the repository; tests skip without it."""
+    path = Path(os.environ.get("MORTICE_SHARED", ROOT.parent / "shared"))
+    if not (path / "losses").is_dir():
+        pytest.skip("reference data not found: set MORTICE_SHARED")
+    return path
+
+
+@pytest.fixture(scope="session")
+def data() -> Path:
+    """Small fixtures that ship with the repository."""
+    return ROOT / "tests" / "data"
