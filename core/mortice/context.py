@@ -1,17 +1,36 @@
 """Attention, positions and keyed randomness of a forward pass: they belong to a context, not to the model.
 
 A model adapter is written once, for plain sequences: it calls `ctx.rope(x, …)` and `ctx.attend(q, k, v, …)` on
-`[T, H, d]`. `SpanContext` trains on a forest of spans; `CacheContext` decodes.
+`[T, H, d]`. `SpanContext` trains on any forest of spans; `CacheContext` decodes.
+
+No `[T, T]` mask is ever built. A span attends to `[its ancestors' keys ; its own keys]` with MLX's own `"causal"`
+mask, which aligns to the lower right. Sliding windows go in blocks of queries against the keys they can reach, and
+long attention in chunks of queries; both are recomputed in the backward, so their memory is that of one block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
+import numpy as np
+from attrs import define, frozen
+
+from mortice.modules import slots
+from mortice.randomness import stable_key
+
+if TYPE_CHECKING:
+    import mlx.nn as nn
+
+    from mortice.batch import Row, Span
+
+WINDOW_BLOCK = 128
+"""Queries in one block of a sliding window."""
+AUTO_CHUNK = 128
+"""Queries in one chunk of long attention, where `attention_chunk` is left to mortice."""
 
 _active: ContextVar[Context | None] = ContextVar("mortice_context", default=None)
 
@@ -36,6 +55,8 @@ class Context:
 
     def __init__(self) -> None:
         self.constants: dict[str, mx.array] = {}
+        self.trainable: frozenset[tuple[int, Any]] = frozenset()
+        """(id of module, attribute) of every parameter that trains; set by the model when it runs."""
 
     def rope(
         self, x: mx.array, dims: int, *, base: float | None = None, scale: float = 1.0, freqs: mx.array | None = None,
@@ -52,13 +73,196 @@ class Context:
         `layer` names the K/V cache entry when decoding."""
         raise NotImplementedError
 
-    def tokenwise(self, fn: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
-        """`fn(x)` for what acts on each token alone, in chunks of tokens where that saves memory."""
-        return fn(x)
+    def tokenwise(self, module: nn.Module, x: mx.array) -> mx.array:
+        """`module(x)` for what acts on each token alone, in chunks of tokens where that saves memory."""
+        return module(x)
 
-    def uniform(self, module: str, shape: tuple[int, ...]) -> mx.array | None:
-        """Keyed uniform numbers `[T, …]` for dropout in `module`, or None where nothing is random (evaluation)."""
+    def uniform(self, module: str, width: int) -> mx.array | None:
+        """Keyed uniform numbers `[T, width]` for dropout in `module`, or None where nothing is random (evaluation)."""
         return None
 
 
-__all__ = ["Any", "Context", "activate", "current"]
+@frozen
+class Run:
+    """Spans that follow each other in the row and on one path, attended to as one: `[start, stop)` and the ranges
+    of its ancestors' tokens, root first, adjacent ones merged."""
+
+    start: int
+    stop: int
+    ancestors: tuple[tuple[int, int], ...]
+
+
+def runs(spans: Sequence[Span]) -> list[Run]:
+    """The fewest attention calls that cover the row. A span whose parent ends right before it joins its parent's run."""
+    found: list[Run] = []
+    last: int | None = None
+    for index, span in enumerate(spans):
+        if found and span.parent == last and spans[index - 1].stop == span.start:
+            found[-1] = Run(found[-1].start, span.stop, found[-1].ancestors)
+        else:
+            path: list[tuple[int, int]] = []
+            parent = span.parent
+            while parent is not None:
+                start, stop = spans[parent].start, spans[parent].stop
+                path.append((start, path.pop()[1]) if path and path[-1][0] == stop else (start, stop))
+                parent = spans[parent].parent
+            found.append(Run(span.start, span.stop, tuple(reversed(path))))
+        last = index
+    return found
+
+
+def causal_attention(
+    q: mx.array, k: mx.array, v: mx.array, scale: float, *, window: int | None = None, chunk: int = 0
+) -> mx.array:
+    """Attention of the last `Tq` positions of a path on all its `Tk`: `q [1, H, Tq, d]`, `k, v [1, Hk, Tk, d]`.
+
+    With `window`, query i sees the last `window` keys, itself included, in blocks of queries; with `chunk`, queries
+    go in chunks. Blocks and chunks are recomputed in the backward.
+    """
+    queries, keys = q.shape[2], k.shape[2]
+    before = keys - queries
+    if window is not None and keys > window:
+        return _blocks(q, k, v, scale, window, before)
+    if chunk and queries > chunk:
+        parts = []
+        for start in range(0, queries, chunk):
+            stop = min(start + chunk, queries)
+            seen = before + stop
+            parts.append(_recomputed(scale, "causal")(q[:, :, start:stop], k[:, :, :seen], v[:, :, :seen]))
+        return mx.concatenate(parts, axis=2)
+    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask="causal")
+
+
+def _recomputed(scale: float, mask: Any) -> Callable[..., mx.array]:
+    """Attention whose scores are computed again in the backward. The mask is closed over: it takes no gradient."""
+
+    @mx.checkpoint
+    def attend(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
+
+    return attend
+
+
+def _blocks(q: mx.array, k: mx.array, v: mx.array, scale: float, window: int, before: int) -> mx.array:
+    parts = []
+    for start in range(0, q.shape[2], WINDOW_BLOCK):
+        stop = min(start + WINDOW_BLOCK, q.shape[2])
+        low, high = max(0, before + start - window + 1), before + stop
+        if high <= window:
+            mask: Any = "causal"
+        else:
+            i = np.arange(before + start, high)[:, None]
+            j = np.arange(low, high)[None, :]
+            mask = mx.array((j <= i) & (i - j < window))  # [block, window + block - 1]
+        parts.append(_recomputed(scale, mask)(q[:, :, start:stop], k[:, :, low:high], v[:, :, low:high]))
+    return mx.concatenate(parts, axis=2)
+
+
+@define
+class Randomness:
+    """Names that key every draw of one forward and backward: the run's seed, the optimizer step, the pass."""
+
+    seed: int
+    step: int
+    turn: int = 0
+
+
+class SpanContext(Context):
+    """Training on one row. A span sees its ancestors and causally itself; positions come from the spans.
+
+    `attention_chunk`: queries a chunk in full attention, 0 for never, None to choose: chunks of 128 where the
+    backend's attention keeps the score matrix for its backward (the CPU). `mlp_chunk`: tokens a chunk in
+    `tokenwise`, 0 for whole. `randomness`: None in evaluation.
+    """
+
+    def __init__(
+        self, row: Row, *, attention_chunk: int | None = None, mlp_chunk: int = 0, randomness: Randomness | None = None
+    ) -> None:
+        super().__init__()
+        self.row = row
+        self.tokens = mx.array(row.tokens)  # [T]
+        self.runs = runs(row.spans)
+        if attention_chunk is None:
+            attention_chunk = AUTO_CHUNK if mx.default_device() == mx.cpu else 0
+        self._attention_chunk = attention_chunk
+        self._mlp_chunk = mlp_chunk
+        self._randomness = randomness
+        positions = np.concatenate([s.position + np.arange(s.length) for s in row.spans])
+        self._positions = mx.array(positions.astype(np.int32))  # [T]
+        self._plain = bool(np.array_equal(positions, np.arange(len(positions))))
+
+    def rope(
+        self, x: mx.array, dims: int, *, base: float | None = None, scale: float = 1.0, freqs: mx.array | None = None,
+        traditional: bool = False,
+    ) -> mx.array:  # fmt: skip
+        kwargs: dict[str, Any] = {"traditional": traditional, "base": base, "scale": scale, "freqs": freqs}
+        if self._plain:
+            x = x.swapaxes(0, 1)[None]  # [1, H, T, d]
+            return mx.fast.rope(x, dims, offset=0, **kwargs)[0].swapaxes(0, 1)
+        # One call with T on the batch axis: each token has an offset of its own.
+        return mx.fast.rope(x[:, :, None], dims, offset=self._positions, **kwargs)[:, :, 0]
+
+    def attend(
+        self, q: mx.array, k: mx.array, v: mx.array, *, scale: float, window: int | None = None, layer: int = 0
+    ) -> mx.array:
+        q, k, v = (x.swapaxes(0, 1)[None] for x in (q, k, v))  # [1, H, T, d]
+        if len(self.runs) == 1:
+            out = causal_attention(q, k, v, scale, window=window, chunk=self._attention_chunk)
+            return out[0].swapaxes(0, 1)
+        cuts = [run.stop for run in self.runs[:-1]]
+        parts = []
+        for run, queries in zip(self.runs, mx.split(q, cuts, axis=2)):
+            ranges = _reachable((*run.ancestors, (run.start, run.stop)), run.stop - run.start, window)
+            own_k, own_v = (_gather(x, ranges) for x in (k, v))
+            parts.append(causal_attention(queries, own_k, own_v, scale, window=window, chunk=self._attention_chunk))
+        return mx.concatenate(parts, axis=2)[0].swapaxes(0, 1)
+
+    def tokenwise(self, module: nn.Module, x: mx.array) -> mx.array:
+        if not self._mlp_chunk or x.shape[0] <= self._mlp_chunk:
+            return module(x)
+        places = [(owner, key) for _, owner, key in slots("", module) if (id(owner), key) in self.trainable]
+
+        # mx.checkpoint takes captured arrays for constants: what trains is passed in, and put in place inside.
+        @mx.checkpoint
+        def chunk(x: mx.array, *values: mx.array) -> mx.array:
+            held = [owner[key] for owner, key in places]
+            for (owner, key), value in zip(places, values):
+                owner[key] = value
+            out = module(x)
+            for (owner, key), value in zip(places, held):
+                owner[key] = value
+            return out
+
+        values = [owner[key] for owner, key in places]
+        cuts = list(range(self._mlp_chunk, x.shape[0], self._mlp_chunk))
+        return mx.concatenate([chunk(part, *values) for part in mx.split(x, cuts)])
+
+    def uniform(self, module: str, width: int) -> mx.array | None:
+        if self._randomness is None:
+            return None
+        r = self._randomness
+        draws = [
+            mx.random.uniform(shape=(span.length, width), key=stable_key(r.seed, r.step, r.turn, span.key, module))
+            for span in self.row.spans
+        ]
+        return mx.concatenate(draws)
+
+
+def _reachable(ranges: Sequence[tuple[int, int]], queries: int, window: int | None) -> list[tuple[int, int]]:
+    """The last token ranges of a path that a window can reach from its last `queries` tokens; all without a window."""
+    if window is None:
+        return list(ranges)
+    left = queries + window - 1
+    kept: list[tuple[int, int]] = []
+    for start, stop in reversed(ranges):
+        if left <= 0:
+            break
+        start = max(start, stop - left)
+        kept.append((start, stop))
+        left -= stop - start
+    return kept[::-1]
+
+
+def _gather(x: mx.array, ranges: Sequence[tuple[int, int]]) -> mx.array:
+    parts = [x[:, :, start:stop] for start, stop in ranges]
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)

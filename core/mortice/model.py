@@ -22,12 +22,9 @@ from mlx.utils import tree_flatten
 
 from mortice.batch import Gradients
 from mortice.context import Context, activate
+from mortice.modules import join, leaves, slots
 
 Carry: TypeAlias = "dict[str, mx.array]"
-
-
-def join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path and name else path or name
 
 
 class Part(nn.Module):
@@ -68,6 +65,8 @@ class Model:
     parts: Sequence[Part]
     dtype: mx.Dtype = mx.float32
     """Of the activations: float32 on the CPU, the checkpoint's own on a GPU."""
+    trainable: frozenset[tuple[int, Any]] = frozenset()
+    """(id of module, attribute) of every parameter that trains."""
 
     def embed(self, tokens: mx.array, ctx: Context) -> Carry:
         """Token ids `[T]` to the first carry. Constants (per-layer inputs) go into `ctx.constants`."""
@@ -90,8 +89,15 @@ class Model:
     def num_layers(self) -> int:
         return 1 + max((block.layer for block in self.blocks), default=-1)
 
+    def mark_trainable(self, params: Mapping[str, Any]) -> None:
+        """Say which parameters train, once modules are in place. Contexts that recompute need to know."""
+        self.invalidate()
+        places = (self._place(name) for name in params)
+        self.trainable = frozenset((id(owner), key) for owner, key in places)
+
     def run(self, carry: Carry, ctx: Context, start: int = 0, stop: int | None = None) -> Carry:
         """Blocks `start` to `stop` under `ctx`."""
+        ctx.trainable = self.trainable
         with activate(ctx):
             for block in self.blocks[start:stop]:
                 carry = block(carry, ctx)
@@ -106,13 +112,11 @@ class Model:
     def named_modules(self) -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], None]]]:
         """Every leaf module with its full name and a function that puts another module in its place."""
         for part in self.parts:
-            yield from _leaves(part.path, part)
+            yield from leaves(part.path, part)
 
     def named_parameters(self) -> dict[str, mx.array]:
         """All parameters by full name."""
-        return {
-            join(part.path, name): value for part in self.parts for name, value in tree_flatten(part.parameters())
-        }
+        return {join(part.path, name): value for part in self.parts for name, value in tree_flatten(part.parameters())}
 
     def bind(self, params: Mapping[str, mx.array]) -> None:
         """Put arrays (or tracers) in the places of the parameters of those names. Raises KeyError for an unknown one."""
@@ -139,43 +143,10 @@ class Model:
         if places is None:
             places = {}
             for part in self.parts:
-                for name, owner, key in _slots(part.path, part):
+                for name, owner, key in slots(part.path, part):
                     places[name] = (owner, key, id(part))
             self.__dict__["_places"] = places
         return places
-
-
-def _children(node: Any) -> Iterator[tuple[str, Any]]:
-    items = node.items() if isinstance(node, dict) else enumerate(node)
-    for key, value in items:
-        if not str(key).startswith("_"):
-            yield str(key), value
-
-
-def _slots(path: str, node: Any) -> Iterator[tuple[str, Any, Any]]:
-    """(full name, owner, key) of every array below `node`."""
-    items = node.items() if isinstance(node, dict) else enumerate(node)
-    for key, value in items:
-        if str(key).startswith("_"):
-            continue
-        name = join(path, str(key))
-        if isinstance(value, mx.array):
-            yield name, node, key
-        elif isinstance(value, (dict, list)):
-            yield from _slots(name, value)
-
-
-def _leaves(path: str, node: Any) -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], None]]]:
-    """Modules that hold no other module, below `node`."""
-    for key, value in _children(node):
-        if isinstance(value, nn.Module) and not any(isinstance(v, (nn.Module, list)) for _, v in _children(value)):
-
-            def put(module: nn.Module, node: Any = node, key: str = key) -> None:
-                node[int(key) if isinstance(node, list) else key] = module
-
-            yield join(path, key), value, put
-        elif isinstance(value, (dict, list)):
-            yield from _leaves(join(path, key), value)
 
 
 @frozen(eq=False)
@@ -241,7 +212,14 @@ class Output:
         if self.quantized and not self._on_cpu():
             weight, scales, biases = self._packed(start, stop)
             logits = mx.quantized_matmul(
-                hidden, weight, scales, biases, transpose=True, group_size=self.group_size, bits=self.bits, mode=self.mode
+                hidden,
+                weight,
+                scales,
+                biases,
+                transpose=True,
+                group_size=self.group_size,
+                bits=self.bits,
+                mode=self.mode,
             )
             return logits.astype(mx.float32)
         return hidden.astype(mx.float32) @ self.rows(start, stop).T
