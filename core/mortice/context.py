@@ -68,7 +68,7 @@ class Context:
     def attend(
         self, q: mx.array, k: mx.array, v: mx.array, *, scale: float, window: int | None = None, layer: int = 0
     ) -> mx.array:
-        """Causal attention: `q [T, H, d]`, `k, v [T, Hk, d]` → `[T, H, d]`. `window`: query i sees j iff i − j < window.
+        """Causal attention: `q [T, H, d]`, `k, v [T, Hk, d]` → `[T, H, d]`. A `window` hides keys with i − j ≥ window.
 
         `layer` names the K/V cache entry when decoding."""
         raise NotImplementedError
@@ -93,7 +93,7 @@ class Run:
 
 
 def runs(spans: Sequence[Span]) -> list[Run]:
-    """The fewest attention calls that cover the row. A span whose parent ends right before it joins its parent's run."""
+    """The fewest attention calls that cover the row: a span that starts where its parent ends joins its run."""
     found: list[Run] = []
     last: int | None = None
     for index, span in enumerate(spans):

@@ -119,7 +119,7 @@ class Model:
         return {join(part.path, name): value for part in self.parts for name, value in tree_flatten(part.parameters())}
 
     def bind(self, params: Mapping[str, mx.array]) -> None:
-        """Put arrays (or tracers) in the places of the parameters of those names. Raises KeyError for an unknown one."""
+        """Put arrays (or tracers) in the places of these parameters. Raises KeyError for an unknown name."""
         for name, value in params.items():
             owner, key = self._place(name)
             owner[key] = value

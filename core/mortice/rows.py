@@ -1,0 +1,78 @@
+"""Building rows: where mask and target are shifted by one, once, for every layout.
+
+A layout decides which prompts and completions share a row; `RowBuilder` lays them down. A completion's last
+token is scored but never run, so a one-token completion has no span of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mortice.batch import Group, Limits, Row, Span
+
+
+class RowBuilder:
+    """One row in the making. `prompt` opens a prompt, `completion` branches from it."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._spans: list[Span] = []
+        self._scored: list[tuple[int, int, int, int, bool]] = []  # index, target, owner, place, is_prompt
+
+    def _span(self, ids: Sequence[int], parent: int | None, position: int, key: str) -> int:
+        start = len(self._tokens)
+        self._tokens += ids
+        self._spans.append(Span(start, start + len(ids), parent, position, key))
+        return len(self._spans) - 1
+
+    def prompt(self, group: Group, k: int, owner: int, *, targets: bool) -> int:
+        """Lay down the prompt of completion k; with `targets` its tokens but the first are scored for `owner`."""
+        ids = group.prompt_of(k)
+        if not ids:
+            raise ValueError(f"group {group.id!r}: a prompt needs at least one token to predict from")
+        span = self._span(ids, None, 0, f"{group.id}/prompt")
+        if targets:
+            start = self._spans[span].start
+            self._scored += [(start + j - 1, ids[j], owner, j, True) for j in range(1, len(ids))]
+        return span
+
+    def completion(self, group: Group, k: int, owner: int, parent: int, *, masked_targets: bool) -> None:
+        """Lay down completion k behind the prompt `parent`; `masked_targets` scores tokens outside its mask too."""
+        completion = group.completions[k]
+        ids, before = completion.ids, self._spans[parent]
+        start = len(self._tokens)
+        if len(ids) > 1:
+            self._span(ids[:-1], parent, before.position + before.length, f"{group.id}/{k}")
+        for j, (target, kept) in enumerate(zip(ids, completion.loss_mask)):
+            if kept or masked_targets:
+                index = before.stop - 1 if j == 0 else start + j - 1
+                self._scored.append((index, target, owner, j, not kept))
+
+    def row(self) -> Row:
+        columns = list(zip(*self._scored)) or [()] * 5
+        return Row(self._tokens, self._spans, *columns)
+
+
+def separate_rows(group: Group, first: int, *, prompt_targets: bool) -> list[Row]:
+    """One row for each completion, with its own copy of the prompt, which is scored in the first row alone."""
+    rows = []
+    for k in range(len(group.completions)):
+        builder = RowBuilder()
+        prompt = builder.prompt(group, k, first, targets=prompt_targets and k == 0)
+        builder.completion(group, k, first + k, prompt, masked_targets=prompt_targets)
+        rows.append(builder.row())
+    return rows
+
+
+def shared_row(group: Group, first: int, *, prompt_targets: bool) -> Row:
+    """One row for the group: its prompt once, every completion a branch of it."""
+    builder = RowBuilder()
+    prompt = builder.prompt(group, 0, first, targets=prompt_targets)
+    for k in range(len(group.completions)):
+        builder.completion(group, k, first + k, prompt, masked_targets=prompt_targets)
+    return builder.row()
+
+
+def chunk_groups(groups: Sequence[Group], limits: Limits) -> list[Sequence[Group]]:
+    """Whole groups, `limits.groups` of them at a time, in order."""
+    return [groups[i : i + limits.groups] for i in range(0, len(groups), limits.groups)]

@@ -1,0 +1,110 @@
+"""Backward a few blocks at a time.
+
+The forward keeps the carry at every cut and nothing else; the objective runs between the two passes, outside every
+transform; then each segment is run again and differentiated by itself. The whole carry is detached and seeded, so
+that what later layers share (donor K/V) gets its cotangents across segments with no code of its own.
+
+Costs one extra forward. Memory: the cuts, and the activations of one segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+from attrs import frozen
+
+from mortice.batch import Gradients
+from mortice.context import SpanContext
+from mortice.model import Carry, Model
+from mortice.objective import Objective, ObjectiveResult
+from mortice.options import ge, option
+from mortice.protocols import Params
+
+
+@frozen
+class Segmented:
+    """Backward through a few blocks at a time: memory of one segment, at the price of one extra forward."""
+
+    segment_size: int = option(
+        2, help="blocks a segment; a decoder layer is two blocks (attention, MLP)", validator=ge(1)
+    )
+
+    def __call__(
+        self, model: Model, params: Params, contexts: Sequence[SpanContext], objective: Objective, /
+    ) -> tuple[ObjectiveResult, Gradients]:
+        model.bind(params)
+        cuts = range(0, len(model.blocks), self.segment_size)
+        own = {start: model.names_of(model.blocks[start : start + self.segment_size], params) for start in cuts}
+        in_blocks = {name for names in own.values() for name in names}
+        outside = [name for name in params if name not in in_blocks]  # embedding, final norm, output
+        # Nothing before the first segment that trains needs a gradient.
+        first = 0 if outside else min((start for start in cuts if own[start]), default=len(model.blocks))
+
+        kept: list[dict[int, Carry]] = []
+        hiddens = []
+        for ctx in contexts:
+            carry = model.embed(ctx.tokens, ctx)
+            held: dict[int, Carry] = {}
+            for start in cuts:
+                if start >= first:
+                    held[start] = carry
+                carry = model.run(carry, ctx, start, start + self.segment_size)
+                mx.eval(carry)
+            held[len(model.blocks)] = carry
+            kept.append(held)
+            hiddens.append(model.finish(carry))
+            mx.eval(hiddens[-1])
+
+        result = objective(hiddens)
+        gradients = dict(result.gradients)
+        del hiddens
+
+        for ctx, held, dhidden in zip(contexts, kept, result.dhidden or []):
+            seed = {"hidden": dhidden}
+            seed = _pull(
+                lambda carry: {"hidden": model.finish(carry)}, model, params, outside, held.pop(len(model.blocks)), seed,
+                gradients,
+            )  # fmt: skip
+            for start in reversed(cuts):
+                if start < first:
+                    break
+                seed = _pull(
+                    lambda carry, start=start: model.run(carry, ctx, start, start + self.segment_size),
+                    model, params, own[start], held.pop(start), seed, gradients,
+                )  # fmt: skip
+            if outside:
+                _pull(lambda _: model.embed(ctx.tokens, ctx), model, params, outside, {}, seed, gradients)
+        zeros = {name: mx.zeros(value.shape) for name, value in params.items() if name not in gradients}
+        return result, gradients | zeros
+
+
+def _pull(
+    forward: Callable[[Carry], Carry],
+    model: Model,
+    params: Params,
+    names: Sequence[str],
+    carry: Carry,
+    seed: Carry,
+    gradients: Gradients,
+) -> Carry:
+    """Cotangents of a piece's outputs to those of its inputs; the gradients of `names` are added to `gradients`."""
+    inputs, outputs = list(carry), list(seed)
+
+    def piece(*arrays: mx.array) -> list[mx.array]:
+        model.bind(dict(zip(names, arrays)))
+        found = forward(dict(zip(inputs, arrays[len(names) :])))
+        return [found[key] for key in outputs]
+
+    primals = [params[name] for name in names] + [carry[key] for key in inputs]
+    if not primals:
+        return {}
+    try:
+        _, pulled = mx.vjp(piece, primals, [seed[key] for key in outputs])
+    finally:
+        model.bind({name: params[name] for name in names})
+    for name, value in zip(names, pulled):
+        gradients[name] = gradients[name] + value if name in gradients else value
+    cotangents = dict(zip(inputs, pulled[len(names) :]))
+    mx.eval(cotangents, [gradients[name] for name in names])
+    return cotangents
