@@ -89,6 +89,11 @@ class Model:
     def num_layers(self) -> int:
         return 1 + max((block.layer for block in self.blocks), default=-1)
 
+    def parts_around(self) -> tuple[list[Part], list[Part]]:
+        """The parts before the first block (embedding) and after the last (final norm, output)."""
+        places = [i for i, part in enumerate(self.parts) if isinstance(part, Block)]
+        return list(self.parts[: places[0]]), list(self.parts[places[-1] + 1 :])
+
     def mark_trainable(self, params: Mapping[str, Any]) -> None:
         """Say which parameters train, once modules are in place. Contexts that recompute need to know."""
         self.invalidate()

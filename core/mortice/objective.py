@@ -179,7 +179,7 @@ class Objective:
         return ObjectiveResult(loss, scores, terms, metrics, self._scatter(dscored, hiddens), gradients)
 
     def traced(self, hiddens: Sequence[mx.array]) -> tuple[mx.array, tuple[Any, Any, TokenLogprobs]]:
-        """Inside one `value_and_grad`: the loss, and (terms, metrics, scores). Output parameters are those bound now."""
+        """Inside one `value_and_grad`: the loss, and (terms, metrics, scores)."""
         hidden = self._gather(hiddens)
         output = self._output()
         if getattr(self._head, "differentiable", False):

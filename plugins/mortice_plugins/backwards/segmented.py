@@ -10,9 +10,10 @@ Costs one extra forward. Memory: the cuts, and the activations of one segment.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import mlx.core as mx
-from attrs import frozen
+from attrs import evolve, frozen
 
 from mortice.batch import Gradients
 from mortice.context import SpanContext
@@ -34,12 +35,13 @@ class Segmented:
         self, model: Model, params: Params, contexts: Sequence[SpanContext], objective: Objective, /
     ) -> tuple[ObjectiveResult, Gradients]:
         model.bind(params)
-        cuts = range(0, len(model.blocks), self.segment_size)
+        end = len(model.blocks)
+        cuts = range(0, end, self.segment_size)
         own = {start: model.names_of(model.blocks[start : start + self.segment_size], params) for start in cuts}
-        in_blocks = {name for names in own.values() for name in names}
-        outside = [name for name in params if name not in in_blocks]  # embedding, final norm, output
+        before, after = model.parts_around()
+        embedding, final = model.names_of(before, params), model.names_of(after, params)
         # Nothing before the first segment that trains needs a gradient.
-        first = 0 if outside else min((start for start in cuts if own[start]), default=len(model.blocks))
+        first = 0 if embedding else min((start for start in cuts if own[start]), default=end)
 
         kept: list[dict[int, Carry]] = []
         hiddens = []
@@ -51,42 +53,42 @@ class Segmented:
                     held[start] = carry
                 carry = model.run(carry, ctx, start, start + self.segment_size)
                 mx.eval(carry)
-            held[len(model.blocks)] = carry
+            held[end] = carry
             kept.append(held)
             hiddens.append(model.finish(carry))
             mx.eval(hiddens[-1])
 
         result = objective(hiddens)
         gradients = dict(result.gradients)
+        final = [name for name in final if name not in gradients]
+        assert result.dhidden is not None
         del hiddens
 
-        for ctx, held, dhidden in zip(contexts, kept, result.dhidden or []):
-            seed = {"hidden": dhidden}
-            seed = _pull(
-                lambda carry: {"hidden": model.finish(carry)}, model, params, outside, held.pop(len(model.blocks)), seed,
-                gradients,
-            )  # fmt: skip
+        for ctx, held, dhidden in zip(contexts, kept, result.dhidden):
+            pull = partial(_pull, model, params, gradients)
+            seed = pull(lambda carry: {"hidden": model.finish(carry)}, final, held.pop(end), {"hidden": dhidden})
             for start in reversed(cuts):
-                if start < first:
-                    break
-                seed = _pull(
-                    lambda carry, start=start: model.run(carry, ctx, start, start + self.segment_size),
-                    model, params, own[start], held.pop(start), seed, gradients,
-                )  # fmt: skip
-            if outside:
-                _pull(lambda _: model.embed(ctx.tokens, ctx), model, params, outside, {}, seed, gradients)
+                if start >= first:
+                    segment = partial(model.run, ctx=ctx, start=start, stop=start + self.segment_size)
+                    seed = pull(segment, own[start], held.pop(start), seed)
+            if embedding:
+                pull(partial(_embed, model, ctx), embedding, {}, seed)
         zeros = {name: mx.zeros(value.shape) for name, value in params.items() if name not in gradients}
-        return result, gradients | zeros
+        return evolve(result, dhidden=None, gradients={}), gradients | zeros
+
+
+def _embed(model: Model, ctx: SpanContext, _: Carry) -> Carry:
+    return model.embed(ctx.tokens, ctx)
 
 
 def _pull(
-    forward: Callable[[Carry], Carry],
     model: Model,
     params: Params,
+    gradients: Gradients,
+    forward: Callable[[Carry], Carry],
     names: Sequence[str],
     carry: Carry,
     seed: Carry,
-    gradients: Gradients,
 ) -> Carry:
     """Cotangents of a piece's outputs to those of its inputs; the gradients of `names` are added to `gradients`."""
     inputs, outputs = list(carry), list(seed)
@@ -97,8 +99,6 @@ def _pull(
         return [found[key] for key in outputs]
 
     primals = [params[name] for name in names] + [carry[key] for key in inputs]
-    if not primals:
-        return {}
     try:
         _, pulled = mx.vjp(piece, primals, [seed[key] for key in outputs])
     finally:
