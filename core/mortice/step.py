@@ -1,0 +1,199 @@
+"""One optimizer step's gradient: groups to micro-batches, terms and counts summed over all of them, one division.
+
+Nothing here knows where groups come from or what the optimizer does with the gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from attrs import evolve, field, frozen
+
+from mortice.batch import Batch, Gradients, Group, Limits, MicroBatch
+from mortice.context import Randomness, SpanContext
+from mortice.errors import TrainingError
+from mortice.model import Model
+from mortice.objective import (
+    Counts,
+    Objective,
+    ObjectiveResult,
+    WeightedLoss,
+    count_terms,
+    hidden_states,
+    make_batch,
+    requirements,
+)
+from mortice.protocols import Backward, Head, Layout, Params
+
+
+@frozen(eq=False)
+class Engine:
+    """The strategies that turn groups into a loss and a gradient, put together for one model."""
+
+    model: Model
+    head: Head
+    backward: Backward
+    layout: Layout
+    losses: tuple[WeightedLoss, ...] = ()
+    limits: Limits = field(factory=Limits)
+    attention_chunk: int | None = None
+    mlp_chunk: int = 0
+    temperature: float = 1.0
+
+    @property
+    def requires(self) -> frozenset[str]:
+        return requirements(self.losses)
+
+    def contexts(self, micro: MicroBatch, randomness: Randomness | None = None) -> list[SpanContext]:
+        return [
+            SpanContext(
+                row, attention_chunk=self.attention_chunk, mlp_chunk=self.mlp_chunk, randomness=randomness
+            )
+            for row in micro.rows
+        ]  # fmt: skip
+
+    def arrange(self, groups: Sequence[Group]) -> Arranged:
+        """Micro-batches, what losses see of them, and the counts of the whole step. No forward is run."""
+        micros = self.layout(groups, self.limits, prompt_targets="prompt_logprobs" in self.requires)
+        batches = [make_batch(micro, self.requires) for micro in micros]
+        counts: dict[tuple[int, str], float] = {}
+        for batch in batches:
+            for name, count in count_terms(self.losses, batch).items():
+                counts[name] = counts.get(name, 0.0) + count
+        return Arranged(tuple(micros), tuple(batches), counts)
+
+    def gradients(
+        self, params: Params, groups: Sequence[Group], randomness: Randomness | None = None
+    ) -> tuple[Tally, Gradients]:
+        """Loss and gradient of one optimizer step over any number of groups.
+
+        Raises TrainingError where nothing is scored.
+        """
+        arranged = self.arrange(groups)
+        tally = Tally.start(self.losses, arranged.counts)
+        total: Gradients = {}
+        for micro, batch in zip(arranged.micros, arranged.batches):
+            objective = Objective(
+                self.model, self.head, micro, losses=self.losses, batch=batch, counts=arranged.counts,
+                temperature=self.temperature, trainable=params,
+            )  # fmt: skip
+            result, found = self.backward(self.model, params, self.contexts(micro, randomness), objective)
+            total = found if not total else {name: total[name] + value for name, value in found.items()}
+            mx.eval(total)
+            tally = tally.add(micro, result)
+        return tally, total
+
+    def evaluate(self, params: Params, groups: Sequence[Group]) -> Tally:
+        """The same loss and metrics over groups, without a gradient and without dropout; each row once."""
+        self.model.bind(params)
+        arranged = self.arrange(groups)
+        tally = Tally.start(self.losses, arranged.counts)
+        for micro, batch in zip(arranged.micros, arranged.batches):
+            objective = Objective(
+                self.model, self.head, micro, losses=self.losses, batch=batch, counts=arranged.counts,
+                temperature=self.temperature,
+            )  # fmt: skip
+            tally = tally.add(micro, objective(hidden_states(self.model, self.contexts(micro)), grad=False))
+        return tally
+
+    def logprobs(self, params: Params, groups: Sequence[Group]) -> list[list[tuple[float, ...]]]:
+        """Log-probability of every completion token, `[group][completion][token]`; NaN outside the loss mask."""
+        self.model.bind(params)
+        out: list[list[tuple[float, ...]]] = []
+        for micro in self.layout(groups, self.limits):
+            objective = Objective(self.model, self.head, micro, temperature=self.temperature)
+            result = objective(hidden_states(self.model, self.contexts(micro)), grad=False)
+            out += split_logprobs(micro, result)
+        return out
+
+
+@frozen(eq=False)
+class Arranged:
+    """What is known of a step before any forward."""
+
+    micros: tuple[MicroBatch, ...]
+    batches: tuple[Batch, ...]
+    counts: Counts
+
+
+def split_logprobs(micro: MicroBatch, result: ObjectiveResult) -> list[list[tuple[float, ...]]]:
+    """`[M]` back to `[group][completion][token]`; NaN for tokens that were not scored, prompt targets left out."""
+    values: Any = result.scores.logprobs.tolist()
+    grid = [[math.nan] * len(c.ids) for _, _, _, c in micro.completions()]
+    at = 0
+    for row in micro.rows:
+        for owner, place, is_prompt in zip(row.owner, row.place, row.is_prompt):
+            if not is_prompt:
+                grid[owner][place] = values[at]
+            at += 1
+    out, first = [], 0
+    for group in micro.groups:
+        out.append([tuple(x) for x in grid[first : first + len(group.completions)]])
+        first += len(group.completions)
+    return out
+
+
+@frozen(eq=False)
+class Tally:
+    """Terms, counts and metrics summed over a step; one division at the end."""
+
+    losses: tuple[WeightedLoss, ...]
+    counts: Counts
+    loss: float = 0.0
+    totals: dict[tuple[int, str], float] = field(factory=dict)
+    metrics: dict[str, tuple[float, float]] = field(factory=dict)
+    tokens: int = 0
+    """Tokens that ran through the model."""
+    scored: int = 0
+    logprobs: tuple[list[tuple[float, ...]], ...] = ()
+    """`[group][completion][token]`."""
+
+    @classmethod
+    def start(cls, losses: tuple[WeightedLoss, ...], counts: Counts) -> Tally:
+        if losses and not any(counts.values()):
+            terms = ", ".join(sorted({name for _, name in counts})) or "none"
+            raise TrainingError(f"nothing is scored in this step: every term of the loss has a count of 0 ({terms})")
+        return cls(losses, counts)
+
+    def add(self, micro: MicroBatch, result: ObjectiveResult) -> Tally:
+        mx.eval(result.loss, result.terms, result.metrics, result.scores.logprobs)
+        totals, metrics = dict(self.totals), dict(self.metrics)
+        for key, total in result.terms.items():
+            totals[key] = totals.get(key, 0.0) + total.item()
+        for name, (total, count) in result.metrics.items():
+            old = metrics.get(name, (0.0, 0.0))
+            metrics[name] = (old[0] + total.item(), old[1] + count.item())
+        return evolve(
+            self, loss=self.loss + result.loss.item(), totals=totals, metrics=metrics,
+            tokens=self.tokens + micro.tokens, scored=self.scored + sum(row.scored for row in micro.rows),
+            logprobs=(*self.logprobs, *split_logprobs(micro, result)),
+        )  # fmt: skip
+
+    def values(self) -> dict[str, float]:
+        """`loss`, each term's own mean and each metric. With several losses a term carries its loss's name."""
+        found = {"loss": self.loss}
+        for (i, name), total in self.totals.items():
+            label = name if len(self.losses) == 1 else f"{self.losses[i].name}/{name}"
+            count = self.counts[i, name]
+            found[label] = total / count if count else 0.0
+        found |= {name: total / count for name, (total, count) in self.metrics.items() if count}
+        return found
+
+
+def global_norm(gradients: Gradients) -> mx.array:
+    """The float32 norm over all gradients together."""
+    squares = [mx.sum(mx.square(g.astype(mx.float32))) for g in gradients.values()]
+    return mx.sqrt(mx.sum(mx.stack(squares)))
+
+
+def clip(gradients: Gradients, max_norm: float) -> tuple[Gradients, float]:
+    """Gradients scaled down to `max_norm` where their norm is larger (0 turns it off), and their norm before it."""
+    norm = global_norm(gradients)
+    value = norm.item()
+    if max_norm and math.isfinite(value) and value > max_norm:
+        scale = max_norm / value
+        gradients = {name: g * scale for name, g in gradients.items()}
+    return gradients, value
