@@ -7,7 +7,7 @@ a run is returned by `open` (sources, trackers) or passed in and out (controller
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
@@ -65,7 +65,7 @@ class Head(Protocol):
         self, hidden: mx.array, targets: mx.array, output: Output, dlogprobs: mx.array, lse: mx.array, *,
         traced: bool = False,
     ) -> Gradients:  # fmt: skip
-        """Gradients of the output's own parameters, in a second pass over the vocabulary. Called only where they train."""
+        """Gradients of the output's own parameters, in a second vocabulary pass; called only where they train."""
         ...
 
 
@@ -89,7 +89,9 @@ class Layout(Protocol):
     `prompt_targets` asks for prompt tokens (and masked completion tokens) as targets too, each once a group.
     """
 
-    def __call__(self, groups: Sequence[Group], limits: Limits, /, *, prompt_targets: bool = False) -> list[MicroBatch]: ...
+    def __call__(
+        self, groups: Sequence[Group], limits: Limits, /, *, prompt_targets: bool = False
+    ) -> list[MicroBatch]: ...
 
 
 @runtime_checkable
@@ -157,6 +159,15 @@ class Report(Protocol):
     def __call__(self, message: str, /, *, count: tuple[str, int] | None = None) -> None: ...
 
 
+@frozen(eq=False)
+class Policy:
+    """What is being trained, as it is now."""
+
+    model: Model
+    params: Params
+    temperature: float = 1.0
+
+
 @frozen
 class SourceContext:
     """What a source may use. Everything is there before the model's weights are, except `policy`."""
@@ -172,8 +183,10 @@ class SourceContext:
     """What the loss needs."""
     rollout: Any = None
     rewards: tuple[Any, ...] = ()
-    policy: Callable[[], Any] | None = None
-    """The live policy (`mortice.trainer.Policy`: model, current parameters), for sources that sample."""
+    policy: Callable[[], Policy] | None = None
+    """The live policy, for sources that sample."""
+    poll: Callable[[], None] = lambda: None
+    """To be called now and then in long work: raises when the run is to stop."""
 
 
 class LiveSource(Protocol):
@@ -314,6 +327,3 @@ class Controller(Protocol):
     def __call__(
         self, step: int, metrics: Metrics, state: Mapping[str, Any], /
     ) -> tuple[Mapping[str, Any], Mapping[str, Any]]: ...
-
-
-Names: TypeAlias = Iterable[str]

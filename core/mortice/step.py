@@ -6,7 +6,7 @@ Nothing here knows where groups come from or what the optimizer does with the gr
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -66,16 +66,22 @@ class Engine:
         return Arranged(tuple(micros), tuple(batches), counts)
 
     def gradients(
-        self, params: Params, groups: Sequence[Group], randomness: Randomness | None = None
+        self,
+        params: Params,
+        groups: Sequence[Group],
+        randomness: Randomness | None = None,
+        poll: Callable[[], None] = lambda: None,
     ) -> tuple[Tally, Gradients]:
         """Loss and gradient of one optimizer step over any number of groups.
 
-        Raises TrainingError where nothing is scored.
+        `poll` is called before each micro-batch and may raise to abandon the step. Raises TrainingError where
+        nothing is scored.
         """
         arranged = self.arrange(groups)
         tally = Tally.start(self.losses, arranged.counts)
         total: Gradients = {}
         for micro, batch in zip(arranged.micros, arranged.batches):
+            poll()
             objective = Objective(
                 self.model, self.head, micro, losses=self.losses, batch=batch, counts=arranged.counts,
                 temperature=self.temperature, trainable=params,
@@ -86,12 +92,13 @@ class Engine:
             tally = tally.add(micro, result)
         return tally, total
 
-    def evaluate(self, params: Params, groups: Sequence[Group]) -> Tally:
+    def evaluate(self, params: Params, groups: Sequence[Group], poll: Callable[[], None] = lambda: None) -> Tally:
         """The same loss and metrics over groups, without a gradient and without dropout; each row once."""
         self.model.bind(params)
         arranged = self.arrange(groups)
         tally = Tally.start(self.losses, arranged.counts)
         for micro, batch in zip(arranged.micros, arranged.batches):
+            poll()
             objective = Objective(
                 self.model, self.head, micro, losses=self.losses, batch=batch, counts=arranged.counts,
                 temperature=self.temperature,

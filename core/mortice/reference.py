@@ -1,0 +1,50 @@
+"""Log-probabilities under the reference policy: the adapter that the run started from, or the base.
+
+One model is resident: the reference is a frozen copy of the trainable parameters alone, bound for a forward and
+taken out again. Completions that already carry `ref_logprobs` are left as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from attrs import evolve, frozen
+
+from mortice.batch import Group
+from mortice.protocols import Adapter, Params
+from mortice.step import Engine
+
+
+def reference_params(policy: str, adapter: Adapter, engine: Engine, params: Params) -> Params:
+    """What the reference binds. `initial`: a copy of `params`; `base`: the values that leave the base model as it is;
+    else the folder of an adapter of the same shape.
+
+    Raises ConfigError where the adapter has no base, CheckpointError where the folder does not fit.
+    """
+    if policy == "initial":
+        return dict(params)
+    if policy == "base":
+        return adapter.base(params)
+    return adapter.load(engine.model, Path(policy), params)
+
+
+@frozen(eq=False)
+class Reference:
+    """The reference policy of a run."""
+
+    engine: Engine
+    params: Params
+
+    def fill(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups with `ref_logprobs` on every completion. Runs one forward over those that lack them."""
+        lacking = [g for g in groups if any(c.ref_logprobs is None for c in g.completions)]
+        found = dict(zip((g.id for g in lacking), self.engine.logprobs(self.params, lacking)))
+
+        def filled(group: Group) -> Group:
+            if group.id not in found:
+                return group
+            scored = zip(group.completions, found[group.id])
+            return group.with_completions([evolve(c, ref_logprobs=c.ref_logprobs or values) for c, values in scored])
+
+        return [filled(group) for group in groups]
