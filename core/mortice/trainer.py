@@ -1,0 +1,346 @@
+"""The training loop: pull groups, take their gradient, step, validate, save.
+
+The trainer knows nothing of where groups come from, what a loss is or how a gradient is made: those are the
+source's, the losses' and the engine's. What it owns is time: the order of things, when to validate and save, what to
+do with a non-finite gradient, and how a run ends.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from attrs import define, field, frozen
+from mlx.utils import tree_flatten
+
+from mortice.batch import Gradients, Group
+from mortice.checkpoint import Checkpoint, RunFolder
+from mortice.context import Randomness
+from mortice.errors import ConfigError, TrainingError, suggest
+from mortice.protocols import (
+    Adapter,
+    Controller,
+    LiveOptimizer,
+    LiveSource,
+    LiveTracker,
+    Params,
+    Policy,
+    RunInfo,
+    Tracker,
+)
+from mortice.reference import Reference
+from mortice.step import Engine, Tally, clip
+
+
+@frozen
+class Pace:
+    """When things happen, in optimizer steps."""
+
+    total: int
+    validate_every: int
+    save_every: int
+    clip_norm: float = 1.0
+    max_nonfinite: int = 5
+    best: str | None = None
+    best_mode: str = "min"
+
+
+@frozen
+class Outcome:
+    """How a run ended."""
+
+    path: Path
+    """The run folder."""
+    steps: int
+    """Optimizer steps done in all."""
+    metrics: Mapping[str, float]
+    """Of the last step."""
+    before: Mapping[str, float]
+    """Validation before the first step."""
+    after: Mapping[str, float]
+    """Validation at the end."""
+    checkpoint: Path | None
+    """The newest checkpoint."""
+    signal: int | None = None
+    """The signal that ended the run early."""
+    tokens: int = 0
+    seconds: float = 0.0
+    """Spent in training steps."""
+
+
+class Stopped(Exception):
+    """Raised at a safe place after a signal: the step that was running is abandoned."""
+
+
+class Signals:
+    """SIGINT and SIGTERM ask for a clean end; the second one ends the process at once, touching no file."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+
+    def poll(self) -> None:
+        """Raise Stopped once a signal has come."""
+        if self.received is not None:
+            raise Stopped
+
+    def _handle(self, number: int, _frame: Any) -> None:
+        if self.received is not None:
+            os._exit(128 + number)
+        self.received = number
+
+    @contextmanager
+    def listening(self) -> Iterator[Signals]:
+        """Take the signals over, where this is the main thread, and give them back."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        old = {n: signal.signal(n, self._handle) for n in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+
+
+@define(eq=False)
+class Trainer:
+    """One run. Everything it is given is already built; what changes in a run is kept here and in checkpoints."""
+
+    engine: Engine
+    params: Params
+    adapter: Adapter
+    optimizer: LiveOptimizer
+    learning_rate: Callable[[int], float]
+    """Of each optimizer step, counted from 0."""
+    source: LiveSource
+    folder: RunFolder
+    pace: Pace
+    seed: int
+    signals: Signals
+    hook: Any
+    reference: Reference | None = None
+    trackers: Sequence[Tracker] = ()
+    controllers: Sequence[tuple[str, Controller]] = ()
+    override: Callable[[Mapping[str, Any]], Engine] | None = None
+    """Dotted options to the engine that runs with them, for controllers."""
+    notices: Callable[[], Mapping[str, int]] = dict
+    """What was counted outside the loop and belongs in every line of metrics."""
+
+    step: int = 0
+    turn: int = 0
+    """Pass over the groups of one pull."""
+    tokens: int = 0
+    seconds: float = 0.0
+    nonfinite: int = 0
+    nonfinite_in_a_row: int = 0
+    controller_state: dict[str, Mapping[str, Any]] = field(factory=dict)
+    _live: list[LiveTracker] = field(factory=list)
+    _best: float | None = None
+    _saved_step: int | None = None
+    _valid: dict[str, float] = field(factory=dict)
+    _valid_step: int | None = None
+
+    def policy(self) -> Policy:
+        """What is trained, as it is now."""
+        return Policy(self.engine.model, self.params, self.engine.temperature)
+
+    def run(self, info: RunInfo) -> Outcome:
+        """Train to the end or to a signal. The run folder holds a complete state either way.
+
+        Raises TrainingError after `max_nonfinite` non-finite gradients in a row.
+        """
+        self.optimizer.init(self.params)
+        metrics: Mapping[str, float] = {}
+        before: Mapping[str, float] = {}
+        error: BaseException | None = None
+        with self.signals.listening(), ExitStack() as stack:
+            self._live = [stack.enter_context(tracker.open(info)) for tracker in self.trackers]
+            self.hook.on_run_start(run=info)
+            try:
+                try:
+                    before = self._validate()
+                    for groups, turn in self._turns():
+                        self.turn = turn
+                        metrics = self._train_step(groups)
+                        if self.step % self.pace.validate_every == 0 or self.step == self.pace.total:
+                            self._validate()
+                        if self.step % self.pace.save_every == 0 or self._improved():
+                            self._save()
+                        self.signals.poll()
+                except Stopped:
+                    pass
+                checkpoint = self._save()
+                self.adapter.save(self.engine.model, self.params, self.folder.path / "adapter")
+            except BaseException as caught:
+                error = caught
+                raise
+            finally:
+                self.hook.on_run_end(run=info, error=error)
+        return Outcome(
+            self.folder.path, self.step, metrics, before, self._valid, checkpoint, self.signals.received,
+            self.tokens, self.seconds,
+        )  # fmt: skip
+
+    def _turns(self) -> Iterator[tuple[Sequence[Group], int]]:
+        """Groups of each optimizer step. A pull may serve several passes; a run may end inside them."""
+        while self.step < self.pace.total:
+            groups, passes = self.source.next(self.step)
+            if not groups:
+                raise TrainingError(f"the source gave no groups for step {self.step + 1}")
+            for turn in range(passes):
+                if self.step < self.pace.total:
+                    yield groups, turn
+
+    def _train_step(self, groups: Sequence[Group]) -> Mapping[str, float]:
+        start = time.perf_counter()
+        mx.reset_peak_memory()
+        if self.reference is not None:
+            groups = self.reference.fill(groups)
+        randomness = Randomness(self.seed, self.step, self.turn)
+        tally, gradients = self.engine.gradients(self.params, groups, randomness, self.signals.poll)
+        rate = self.learning_rate(self.step)
+        norm = self._update(gradients, rate)
+        seconds = time.perf_counter() - start
+        self.step += 1
+        self.tokens += tally.tokens
+        self.seconds += seconds
+        metrics = {
+            **tally.values(),
+            "lr": rate,
+            "grad_norm": norm,
+            "tokens": tally.tokens,
+            "seconds": seconds,
+            "tokens_per_second": tally.tokens / seconds,
+            **memory(),
+            "nonfinite_steps": self.nonfinite,
+            **self.notices(),
+        }
+        self._log(metrics)
+        self.hook.on_step_end(step=self.step, metrics=metrics)
+        if self.nonfinite_in_a_row >= self.pace.max_nonfinite:
+            path = self._save()
+            raise TrainingError(
+                f"the gradient was not finite in {self.nonfinite_in_a_row} steps in a row (up to step {self.step}); "
+                f"the weights from before them are in {path}. Lower the learning rate, or look at the data of these steps"
+            )
+        return metrics
+
+    def _update(self, gradients: Gradients, rate: float) -> float:
+        """Clip and apply; the norm before clipping. A non-finite gradient changes neither weights nor moments."""
+        gradients, norm = clip(gradients, self.pace.clip_norm)
+        if not math.isfinite(norm):
+            self.nonfinite += 1
+            self.nonfinite_in_a_row += 1
+            self.say(f"step {self.step + 1}: the gradient is not finite (norm {norm}); the step is skipped")
+            return norm
+        self.nonfinite_in_a_row = 0
+        self.optimizer.learning_rate = rate
+        self.params = self.optimizer.apply_gradients(gradients, self.params)
+        mx.eval(self.params, self.optimizer.state)
+        return norm
+
+    def _validate(self) -> Mapping[str, float]:
+        """Validation metrics at this step, once. Controllers see them and may change options."""
+        if not self.source.can_validate or self._valid_step == self.step:
+            return self._valid
+        start = time.perf_counter()
+        found = self.source.validate(self._evaluate)
+        self._valid, self._valid_step = dict(found), self.step
+        self._log({f"valid/{name}": value for name, value in found.items()} | {"valid/seconds": _since(start)})
+        self._control()
+        return self._valid
+
+    def _evaluate(self, groups: Sequence[Group]) -> dict[str, float]:
+        if self.reference is not None:
+            groups = self.reference.fill(groups)
+        return self._tally(groups).values()
+
+    def _tally(self, groups: Sequence[Group]) -> Tally:
+        return self.engine.evaluate(self.params, groups, self.signals.poll)
+
+    def _control(self) -> None:
+        for name, controller in self.controllers:
+            overrides, state = controller(self.step, self._valid, self.controller_state.get(name, {}))
+            self.controller_state[name] = state
+            if overrides:
+                assert self.override is not None
+                self.engine = self.override(overrides)
+                self._log({f"{name}/{key}": value for key, value in overrides.items()})
+
+    def _watched(self) -> float | None:
+        """The metric that `best` goes by, where this step was validated."""
+        if self.pace.best is None or self._valid_step != self.step:
+            return None
+        name = self.pace.best.removeprefix("valid/")
+        if name not in self._valid:
+            raise ConfigError(
+                f"train.best: validation has no metric {name!r}{suggest(name, self._valid)} "
+                f"(it has {', '.join(sorted(self._valid))})"
+            )
+        return self._valid[name]
+
+    def _improved(self) -> bool:
+        """Whether this step's validation is the best so far: worth a checkpoint of its own. NaN never is."""
+        value = self._watched()
+        if value is None or math.isnan(value):
+            return False
+        better = self._best is None or (value < self._best if self.pace.best_mode == "min" else value > self._best)
+        if better:
+            self._best = value
+        return better
+
+    def _save(self) -> Path | None:
+        """A complete state of this step, unless it is on disk already."""
+        if self._saved_step == self.step:
+            return self.folder.newest()
+        checkpoint = Checkpoint(
+            step=self.step,
+            params=self.params,
+            optimizer=dict(tree_flatten(self.optimizer.state)),
+            state={
+                "seed": self.seed,
+                "turn": self.turn,
+                "tokens": self.tokens,
+                "seconds": self.seconds,
+                "nonfinite": self.nonfinite,
+                "nonfinite_in_a_row": self.nonfinite_in_a_row,
+                "source": self.source.state(),
+                "controllers": dict(self.controller_state),
+            },
+        )
+        path = self.folder.save(
+            checkpoint, lambda folder: self.adapter.save(self.engine.model, self.params, folder), self._watched()
+        )
+        self._saved_step = self.step
+        self.hook.on_checkpoint(step=self.step, path=path)
+        return path
+
+    def _log(self, metrics: Mapping[str, float]) -> None:
+        for tracker in self._live:
+            tracker.log(self.step, metrics)
+
+    def say(self, message: str) -> None:
+        """Show a notice through the trackers that can."""
+        for tracker in self._live:
+            getattr(tracker, "say", lambda _: None)(message)
+
+
+def _since(start: float) -> float:
+    return time.perf_counter() - start
+
+
+def memory() -> dict[str, float]:
+    """MLX's peak since the step began, what is held now and what its allocator caches, in GB (10⁹ bytes)."""
+    return {
+        "memory_peak_gb": mx.get_peak_memory() / 1e9,
+        "memory_active_gb": mx.get_active_memory() / 1e9,
+        "memory_cache_gb": mx.get_cache_memory() / 1e9,
+    }
