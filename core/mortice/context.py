@@ -10,9 +10,10 @@ long attention in chunks of queries; both are recomputed in the backward, so the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -111,51 +112,80 @@ def runs(spans: Sequence[Span]) -> list[Run]:
     return found
 
 
+@frozen
+class Piece:
+    """Some queries of a path and the keys that they can reach, both as ranges, with the mask between them."""
+
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+    mask: Any
+
+
+def _pieces(queries: int, keys: int, window: int | None, chunk: int) -> list[Piece]:
+    """How the last `queries` positions of a path of `keys` positions are cut up."""
+    before = keys - queries
+    windowed = window is not None and keys > window
+    size = WINDOW_BLOCK if windowed else chunk or queries
+    found = []
+    for start in range(0, queries, size):
+        stop = min(start + size, queries)
+        low, high = 0, before + stop
+        mask: Any = "causal"
+        if windowed and high > window:
+            low = max(0, before + start - window + 1)
+            i = np.arange(before + start, high)[:, None]
+            j = np.arange(low, high)[None, :]
+            mask = mx.array((j <= i) & (i - j < window))  # [block, at most window + block - 1]
+        found.append(Piece((start, stop), (low, high), mask))
+    return found
+
+
 def causal_attention(
     q: mx.array, k: mx.array, v: mx.array, scale: float, *, window: int | None = None, chunk: int = 0
 ) -> mx.array:
     """Attention of the last `Tq` positions of a path on all its `Tk`: `q [1, H, Tq, d]`, `k, v [1, Hk, Tk, d]`.
 
     With `window`, query i sees the last `window` keys, itself included, in blocks of queries; with `chunk`, queries
-    go in chunks. Blocks and chunks are recomputed in the backward.
+    go in chunks. Pieces run one after the other and are recomputed in the backward, one after the other as well.
     """
-    queries, keys = q.shape[2], k.shape[2]
-    before = keys - queries
-    if window is not None and keys > window:
-        return _blocks(q, k, v, scale, window, before)
-    if chunk and queries > chunk:
-        parts = []
-        for start in range(0, queries, chunk):
-            stop = min(start + chunk, queries)
-            seen = before + stop
-            parts.append(_recomputed(scale, "causal")(q[:, :, start:stop], k[:, :, :seen], v[:, :, :seen]))
+    pieces = _pieces(q.shape[2], k.shape[2], window, chunk)
+    if len(pieces) == 1:
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=pieces[0].mask)
+
+    def attend(piece: Piece, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=piece.mask)
+
+    def cut(piece: Piece, q: mx.array, k: mx.array, v: mx.array) -> list[mx.array]:
+        (start, stop), (low, high) = piece.queries, piece.keys
+        return [q[:, :, start:stop], k[:, :, low:high], v[:, :, low:high]]
+
+    @mx.custom_function
+    def forward(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+        parts: list[mx.array] = []
+        for piece in pieces:
+            inputs = cut(piece, q, k, v)
+            if parts:
+                inputs = mx.depends(inputs, parts[-1])
+            parts.append(attend(piece, *inputs))
         return mx.concatenate(parts, axis=2)
-    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask="causal")
 
+    @forward.vjp
+    def backward(primals: Any, cotangent: mx.array, _: Any) -> tuple[mx.array, mx.array, mx.array]:
+        q, k, v = primals
+        dq: list[mx.array] = []
+        dk, dv = mx.zeros_like(k), mx.zeros_like(v)
+        for piece in pieces:
+            inputs = cut(piece, q, k, v)
+            if dq:
+                inputs = mx.depends(inputs, [dq[-1], dk, dv])
+            (start, stop), (low, high) = piece.queries, piece.keys
+            _, (dqi, dki, dvi) = mx.vjp(partial(attend, piece), inputs, [cotangent[:, :, start:stop]])
+            dq.append(dqi)
+            dk[:, :, low:high] += dki
+            dv[:, :, low:high] += dvi
+        return mx.concatenate(dq, axis=2), dk, dv
 
-def _recomputed(scale: float, mask: Any) -> Callable[..., mx.array]:
-    """Attention whose scores are computed again in the backward. The mask is closed over: it takes no gradient."""
-
-    @mx.checkpoint
-    def attend(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
-
-    return attend
-
-
-def _blocks(q: mx.array, k: mx.array, v: mx.array, scale: float, window: int, before: int) -> mx.array:
-    parts = []
-    for start in range(0, q.shape[2], WINDOW_BLOCK):
-        stop = min(start + WINDOW_BLOCK, q.shape[2])
-        low, high = max(0, before + start - window + 1), before + stop
-        if high <= window:
-            mask: Any = "causal"
-        else:
-            i = np.arange(before + start, high)[:, None]
-            j = np.arange(low, high)[None, :]
-            mask = mx.array((j <= i) & (i - j < window))  # [block, window + block - 1]
-        parts.append(_recomputed(scale, mask)(q[:, :, start:stop], k[:, :, low:high], v[:, :, low:high]))
-    return mx.concatenate(parts, axis=2)
+    return forward(q, k, v)
 
 
 @define

@@ -229,7 +229,7 @@ class Trainer:
             path = self._save()
             raise TrainingError(
                 f"the gradient was not finite in {self.nonfinite_in_a_row} steps in a row (up to step {self.step}); "
-                f"the weights from before them are in {path}. Lower the learning rate, or look at the data of these steps"
+                f"the weights from before are in {path}. Lower the learning rate, or look at the data of these steps"
             )
         return metrics
 
