@@ -158,7 +158,7 @@ class Model:
 class Output:
     """The output matrix `[V, D]`, maybe quantized, with soft cap and temperature. What a head multiplies by.
 
-    Heads use `project`, `pull` and `rows` block by block and never look at how the matrix is stored. An
+    Heads use `project`, `pull`, `rows` and `take` block by block and never look at how the matrix is stored. An
     adapter on the output gives a subclass that overrides them together with `parameters`, `with_parameters` and
     `accumulate`.
     """
@@ -194,19 +194,24 @@ class Output:
     def at_temperature(self, temperature: float) -> Output:
         return evolve(self, temperature=temperature)
 
-    def _packed(self, start: int, stop: int) -> tuple[mx.array, mx.array, mx.array | None]:
+    def _packed(self, at: slice | mx.array) -> tuple[mx.array, mx.array, mx.array | None]:
         assert self.scales is not None
-        biases = None if self.biases is None else self.biases[start:stop]
-        return self.weight[start:stop], self.scales[start:stop], biases
+        return self.weight[at], self.scales[at], None if self.biases is None else self.biases[at]
+
+    def _floats(self, at: slice | mx.array) -> mx.array:
+        if not self.quantized:
+            return self.weight[at].astype(mx.float32)
+        weight, scales, biases = self._packed(at)
+        rows = mx.dequantize(weight, scales, biases, group_size=self.group_size, bits=self.bits, mode=self.mode)
+        return rows.astype(mx.float32)
 
     def rows(self, start: int = 0, stop: int | None = None) -> mx.array:
         """Rows of the matrix as float32 `[stop − start, D]`."""
-        stop = self.vocab if stop is None else stop
-        if not self.quantized:
-            return self.weight[start:stop].astype(mx.float32)
-        weight, scales, biases = self._packed(start, stop)
-        rows = mx.dequantize(weight, scales, biases, group_size=self.group_size, bits=self.bits, mode=self.mode)
-        return rows.astype(mx.float32)
+        return self._floats(slice(start, stop))
+
+    def take(self, ids: mx.array) -> mx.array:
+        """The rows of these ids as float32: `[M] → [M, D]`."""
+        return self._floats(ids)
 
     def _on_cpu(self) -> bool:
         return mx.default_device() == mx.cpu
@@ -215,7 +220,7 @@ class Output:
         """Raw logits of a vocabulary block: `[M, D] → [M, stop − start]` float32, without soft cap and temperature."""
         stop = self.vocab if stop is None else stop
         if self.quantized and not self._on_cpu():
-            weight, scales, biases = self._packed(start, stop)
+            weight, scales, biases = self._packed(slice(start, stop))
             logits = mx.quantized_matmul(
                 hidden,
                 weight,
@@ -233,7 +238,7 @@ class Output:
         """The transpose of `project`: `[M, stop − start] → [M, D]` float32."""
         stop = self.vocab if stop is None else stop
         if self.quantized and not self._on_cpu():
-            weight, scales, biases = self._packed(start, stop)
+            weight, scales, biases = self._packed(slice(start, stop))
             out = mx.quantized_matmul(
                 g, weight, scales, biases, transpose=False, group_size=self.group_size, bits=self.bits, mode=self.mode
             )
