@@ -12,11 +12,12 @@ from pathlib import Path
 from attrs import evolve, frozen
 
 from mortice.batch import Group
+from mortice.model import Model
 from mortice.protocols import Adapter, Params
 from mortice.step import Engine
 
 
-def reference_params(policy: str, adapter: Adapter, engine: Engine, params: Params) -> Params:
+def reference_params(policy: str, adapter: Adapter, model: Model, params: Params) -> Params:
     """What the reference binds. `initial`: a copy of `params`; `base`: the values that leave the base model as it is;
     else the folder of an adapter of the same shape.
 
@@ -26,7 +27,7 @@ def reference_params(policy: str, adapter: Adapter, engine: Engine, params: Para
         return dict(params)
     if policy == "base":
         return adapter.base(params)
-    return adapter.load(engine.model, Path(policy), params)
+    return adapter.load(model, Path(policy), params)
 
 
 @frozen(eq=False)

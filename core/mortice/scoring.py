@@ -1,0 +1,175 @@
+"""`mortice.score`: the loss, per-token log-probabilities and gradients of given token ids.
+
+For whoever checks mortice against another implementation or builds on it. No data files, no tokenizer, no run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attrs import field, frozen
+
+from mortice.batch import Completion, Gradients, Group, Limits
+from mortice.errors import ConfigError, DataError, suggest
+
+if TYPE_CHECKING:
+    from mortice.plugins import Plugins
+
+_KEYS = ("prompt_ids", "completions", "loss_masks", "rewards", "advantages", "old_logprobs", "ref_logprobs")
+
+
+@frozen
+class Scores:
+    """What `score` found."""
+
+    loss: float
+    metrics: Mapping[str, float]
+    """Each term of the loss and each of its metrics."""
+    logprobs: list[list[float]]
+    """One list for each completion, groups in order: a float32 log-probability a token, NaN outside its loss mask."""
+    ref_logprobs: list[list[float]] | None = None
+    """The same under the reference policy, where the loss needs it."""
+    gradients: Gradients | None = field(default=None, repr=False)
+    """By full name: `model.layers.0.self_attn.q_proj.lora_a [in, r]`, `.lora_b [r, out]`."""
+
+
+def score(
+    model: str | Path,
+    groups: Sequence[Mapping[str, Any]],
+    *,
+    loss: str | Mapping[str, Any],
+    head: str | Mapping[str, Any] = "dense",
+    backward: str | Mapping[str, Any] = "full",
+    layout: str | Mapping[str, Any] = "separate",
+    adapter: str | Path | None = None,
+    reference: str = "initial",
+    gradients: bool = False,
+    micro_batch_size: int | None = None,
+    temperature: float = 1.0,
+    plugins: Plugins | None = None,
+) -> Scores:
+    """Score token ids with a model on disk.
+
+    `model` is a folder or a hub id, `adapter` an mlx-lm or PEFT adapter folder. `loss`, `head`, `backward` and
+    `layout` are names or tables as in the run file (`{"name": "orpo", "beta": 0.1}`). Each group is a mapping with
+    `prompt_ids` and `completions` (lists of ids) and optionally `loss_masks`, `rewards`, `advantages`, `old_logprobs`
+    and `ref_logprobs`, one entry a completion; of two completions the first is the chosen one. `reference` is
+    `initial` (the adapter as given, or the base where there is none), `base`, or an adapter folder.
+
+    With `gradients`, of the adapter's parameters, or of every float weight where there is no adapter.
+    `micro_batch_size` groups go in one micro-batch (all by default).
+
+    Raises DataError for a malformed group, PluginError for a strategy out of reach, CheckpointError for a model or
+    an adapter that cannot be read, ConfigError for a wrong option.
+    """
+    from mortice import blas
+
+    blas.load()
+    from mortice.config import build_strategy
+    from mortice.plugins import load_plugins
+    from mortice.pretrained import load
+    from mortice.reference import Reference
+    from mortice.step import Engine, WeightedLoss
+
+    plugins = plugins or load_plugins()
+    chosen = {
+        kind: build_strategy(plugins, kind, table)
+        for kind, table in (("loss", loss), ("head", head), ("backward", backward), ("layout", layout))
+    }
+    found = parse_groups(groups)
+    pretrained = load(model, plugins=plugins, adapter=adapter)
+    params = dict(pretrained.params)
+    if gradients and not params:
+        params = _float_weights(pretrained.model)
+    pretrained.model.mark_trainable(params)
+    engine = Engine(
+        pretrained.model,
+        chosen["head"].options,
+        chosen["backward"].options,
+        chosen["layout"].options,
+        (WeightedLoss(chosen["loss"].name, chosen["loss"].options),),
+        Limits(groups=micro_batch_size or len(found)),
+        temperature=temperature,
+    )
+    _check_requirements(chosen["loss"].name, engine.requires, found)
+    ref_logprobs = None
+    if "ref_logprobs" in engine.requires:
+        found = Reference(engine, _reference(reference, pretrained, params)).fill(found)
+        ref_logprobs = [list(c.ref_logprobs or ()) for g in found for c in g.completions]
+    if gradients:
+        tally, grads = engine.gradients(params, found)
+    else:
+        tally, grads = engine.evaluate(params, found), None
+    values = tally.values()
+    return Scores(
+        loss=values.pop("loss"),
+        metrics=values,
+        logprobs=[list(tokens) for group in tally.logprobs for tokens in group],
+        ref_logprobs=ref_logprobs,
+        gradients=grads,
+    )
+
+
+def parse_groups(groups: Sequence[Mapping[str, Any]]) -> list[Group]:
+    """Mappings of token ids to groups. Raises DataError that names the group and the key."""
+    if not groups:
+        raise DataError("score: no groups given")
+    return [_group(i, g) for i, g in enumerate(groups)]
+
+
+def _group(index: int, given: Mapping[str, Any]) -> Group:
+    where = f"groups[{index}]"
+    for key in given:
+        if key not in _KEYS:
+            raise DataError(f"{where}: unknown key {key!r}{suggest(key, _KEYS)} (accepted: {', '.join(_KEYS)})")
+    for key in ("prompt_ids", "completions"):
+        if not given.get(key):
+            raise DataError(f"{where}: {key!r} is missing or empty")
+    count = len(given["completions"])
+    columns = {}
+    for key, name in (
+        ("loss_masks", "loss_mask"), ("rewards", "reward"), ("advantages", "advantage"),
+        ("old_logprobs", "old_logprobs"), ("ref_logprobs", "ref_logprobs"),
+    ):  # fmt: skip
+        if given.get(key) is not None:
+            if len(given[key]) != count:
+                raise DataError(f"{where}: {key!r} has {len(given[key])} entries for {count} completions")
+            columns[name] = given[key]
+    try:
+        completions = [
+            Completion(ids, **{name: column[k] for name, column in columns.items()})
+            for k, ids in enumerate(given["completions"])
+        ]
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{where}: {error}") from error
+    pairs = [(0, k) for k in range(1, count)]
+    return Group(str(index), given["prompt_ids"], completions, tuple(pairs))
+
+
+def _check_requirements(loss: str, requires: frozenset[str], groups: Sequence[Group]) -> None:
+    have = {"ref_logprobs", "prompt_logprobs", "entropy"}
+    if all(group.pairs for group in groups):
+        have |= {"pairs", "groups"}
+    for name in ("advantage", "old_logprobs"):
+        if all(getattr(c, name) is not None for g in groups for c in g.completions):
+            have.add("advantages" if name == "advantage" else name)
+    lacking = sorted(requires - have - {"values"})
+    if lacking:
+        raise ConfigError(f"loss {loss!r} needs {', '.join(lacking)}, which not every group has")
+
+
+def _float_weights(model: Any) -> dict[str, Any]:
+    import mlx.core as mx
+
+    kinds = (mx.float32, mx.float16, mx.bfloat16)
+    return {name: w.astype(mx.float32) for name, w in model.named_parameters().items() if w.dtype in kinds}
+
+
+def _reference(policy: str, pretrained: Any, params: Mapping[str, Any]) -> dict[str, Any]:
+    from mortice.reference import reference_params
+
+    if pretrained.adapter is None:
+        return dict(params)
+    return reference_params(policy, pretrained.adapter, pretrained.model, dict(params))
