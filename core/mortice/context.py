@@ -33,6 +33,9 @@ WINDOW_BLOCK = 128
 AUTO_CHUNK = 128
 """Queries in one chunk of long attention, where `attention_chunk` is left to mortice."""
 
+CACHE_STEP = 256
+"""Tokens by which a K/V cache grows."""
+
 _active: ContextVar[Context | None] = ContextVar("mortice_context", default=None)
 
 
@@ -71,7 +74,8 @@ class Context:
     ) -> mx.array:
         """Causal attention: `q [T, H, d]`, `k, v [T, Hk, d]` → `[T, H, d]`. A `window` hides keys with i − j ≥ window.
 
-        `layer` names the K/V cache entry when decoding."""
+        `layer` names the K/V cache entry when decoding: a layer that attends to another one's keys and values passes
+        that one's index."""
         raise NotImplementedError
 
     def tokenwise(self, module: nn.Module, x: mx.array) -> mx.array:
@@ -296,3 +300,55 @@ def _reachable(ranges: Sequence[tuple[int, int]], queries: int, window: int | No
 def _gather(x: mx.array, ranges: Sequence[tuple[int, int]]) -> mx.array:
     parts = [x[:, :, start:stop] for start, stop in ranges]
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+
+
+class CacheContext(Context):
+    """Decoding one sequence: keys and values of earlier tokens are kept by layer.
+
+    Each forward takes the tokens that come next; `advance(n)` says that they are done.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = 0
+        self._cache: dict[int, tuple[mx.array, mx.array]] = {}
+        self._length: dict[int, int] = {}
+
+    def rope(
+        self, x: mx.array, dims: int, *, base: float | None = None, scale: float = 1.0, freqs: mx.array | None = None,
+        traditional: bool = False,
+    ) -> mx.array:  # fmt: skip
+        x = x.swapaxes(0, 1)[None]  # [1, H, T, d]
+        x = mx.fast.rope(x, dims, traditional=traditional, base=base, scale=scale, freqs=freqs, offset=self.offset)
+        return x[0].swapaxes(0, 1)
+
+    def attend(
+        self, q: mx.array, k: mx.array, v: mx.array, *, scale: float, window: int | None = None, layer: int = 0
+    ) -> mx.array:
+        q, k, v = (x.swapaxes(0, 1)[None] for x in (q, k, v))  # [1, H, T, d]
+        end = self.offset + q.shape[2]
+        if self._length.get(layer, 0) < end:  # else this forward has written the layer already
+            self._write(layer, k, v, end)
+        keys, values = (x[:, :, :end] for x in self._cache[layer])
+        return causal_attention(q, keys, values, scale, window=window)[0].swapaxes(0, 1)
+
+    def advance(self, tokens: int) -> None:
+        self.offset += tokens
+
+    def arrays(self) -> list[mx.array]:
+        """What the cache holds, to be evaluated."""
+        return [x for pair in self._cache.values() for x in pair]
+
+    def _write(self, layer: int, k: mx.array, v: mx.array, end: int) -> None:
+        held = self._cache.get(layer)
+        if held is None or held[0].shape[2] < end:
+            room = -(-end // CACHE_STEP) * CACHE_STEP
+            new = [mx.zeros((1, x.shape[1], room, x.shape[3]), x.dtype) for x in (k, v)]
+            if held is not None:
+                for fresh, old in zip(new, held):
+                    fresh[:, :, : self.offset] = old[:, :, : self.offset]
+            held = (new[0], new[1])
+        for cache, x in zip(held, (k, v)):
+            cache[:, :, self.offset : end] = x
+        self._cache[layer] = held
+        self._length[layer] = end

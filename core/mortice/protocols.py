@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
-from attrs import field, frozen
+from attrs import define, field, frozen
 
 from mortice.batch import Batch, Completion, Example, Gradients, Group, Limits, LossOutput, MicroBatch, TokenLogprobs
 
@@ -159,9 +159,9 @@ class Report(Protocol):
     def __call__(self, message: str, /, *, count: tuple[str, int] | None = None) -> None: ...
 
 
-@frozen(eq=False)
+@define(eq=False)
 class Policy:
-    """What is being trained, as it is now."""
+    """What is being trained, as it is now: the trainer replaces `params` after every optimizer step."""
 
     model: Model
     params: Params
@@ -183,7 +183,7 @@ class SourceContext:
     """What the loss needs."""
     rollout: Any = None
     rewards: tuple[Any, ...] = ()
-    policy: Callable[[], Policy] | None = None
+    policy: Policy | None = None
     """The live policy, for sources that sample."""
     poll: Callable[[], None] = lambda: None
     """To be called now and then in long work: raises when the run is to stop."""

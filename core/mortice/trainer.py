@@ -115,7 +115,7 @@ class Trainer:
     """One run. Everything it is given is already built; what changes in a run is kept here and in checkpoints."""
 
     engine: Engine
-    params: Params
+    policy: Policy
     adapter: Adapter
     optimizer: LiveOptimizer
     learning_rate: Callable[[int], float]
@@ -148,9 +148,9 @@ class Trainer:
     _valid: dict[str, float] = field(factory=dict)
     _valid_step: int | None = None
 
-    def policy(self) -> Policy:
-        """What is trained, as it is now."""
-        return Policy(self.engine.model, self.params, self.engine.temperature)
+    @property
+    def params(self) -> Params:
+        return self.policy.params
 
     def run(self, info: RunInfo) -> Outcome:
         """Train to the end or to a signal. The run folder holds a complete state either way.
@@ -243,7 +243,7 @@ class Trainer:
             return norm
         self.nonfinite_in_a_row = 0
         self.optimizer.learning_rate = rate
-        self.params = self.optimizer.apply_gradients(gradients, self.params)
+        self.policy.params = self.optimizer.apply_gradients(gradients, self.params)
         mx.eval(self.params, self.optimizer.state)
         return norm
 

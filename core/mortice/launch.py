@@ -1,0 +1,238 @@
+"""From a configuration to a run: the one place where strategies are put together.
+
+The order is chosen so that a mistake costs nothing: options and requirements, then the model's structure and what
+trains of it, then the data, and only then are weights read and memory spent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attrs import define, field, frozen
+
+from mortice import blas
+from mortice.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mortice.config import RunConfig
+    from mortice.pretrained import Pretrained
+    from mortice.protocols import Adapter, LiveSource, Policy
+    from mortice.step import Engine
+    from mortice.trainer import Outcome, Signals
+
+
+@define
+class Notices:
+    """What strategies report while a run is set up and run: shown once, counts kept for the metrics."""
+
+    messages: list[str] = field(factory=list)
+    counts: dict[str, int] = field(factory=dict)
+    show: Any = None
+
+    def __call__(self, message: str, /, *, count: tuple[str, int] | None = None) -> None:
+        if count is not None:
+            self.counts[count[0]] = self.counts.get(count[0], 0) + count[1]
+        if message and message not in self.messages:
+            self.messages.append(message)
+            if self.show is not None:
+                self.show(message)
+
+
+@frozen(eq=False)
+class Prepared:
+    """A run before its first step."""
+
+    config: RunConfig
+    pretrained: Pretrained
+    adapter: Adapter
+    policy: Policy
+    source: LiveSource
+    engine: Engine
+    total_steps: int
+    notices: Notices
+    signals: Signals
+
+    @property
+    def trainable(self) -> int:
+        return sum(value.size for value in self.policy.params.values())
+
+    @property
+    def parameters(self) -> int:
+        """All weights of the model, what the adapter adds included; quantized ones counted unpacked."""
+        return self.pretrained.size + sum(
+            value.size for name, value in self.policy.params.items() if name not in self.pretrained.names
+        )
+
+
+def prepare(config: RunConfig, notices: Notices | None = None) -> Prepared:
+    """Check everything and build what a run needs. Weights are mapped, not yet read.
+
+    Raises ConfigError, CheckpointError, DataError or PluginError for whatever is wrong.
+    """
+    blas.load()
+    import mlx.core as mx
+
+    from mortice.config import check_requirements
+    from mortice.pretrained import load, random_model
+    from mortice.protocols import Policy, SourceContext
+    from mortice.randomness import stable_key
+    from mortice.trainer import Signals
+
+    notices = notices or Notices()
+    check_requirements(config)
+    seed = config.train.seed
+    if config.model.init == "random":
+        pretrained = random_model(
+            config.model.config, stable_key(seed, "weights"), plugins=config.plugins, dtype=config.model.dtype
+        )
+    else:
+        pretrained = load(config.model.path, plugins=config.plugins, dtype=config.model.dtype)
+    model = pretrained.model
+
+    adapter = config.adapter
+    params = adapter.attach(model, stable_key(seed, "adapter"))
+    attach_head = getattr(config.head, "attach", None)
+    if attach_head is not None:
+        params |= attach_head(model, stable_key(seed, "head"))
+    if not params:
+        raise ConfigError("adapter: nothing would train (0 trainable parameters)")
+    model.mark_trainable(params)
+
+    engine = make_engine(config, model)
+    policy = Policy(model, params, engine.temperature)
+    signals = Signals()
+    tokenizer = pretrained.tokenizer
+    if tokenizer is None:
+        raise ConfigError(f"model.path: {pretrained.path} has no tokenizer.json, which training on text needs")
+    source = config.source.open(
+        SourceContext(
+            data=config.data,
+            format=config.format,
+            tokenizer=tokenizer,
+            batch_size=config.train.batch_size,
+            seed=seed,
+            report=notices,
+            requires=engine.requires,
+            rollout=config.rollout,
+            rewards=tuple(config.rewards),
+            policy=policy,
+            poll=signals.poll,
+        )
+    )
+    mx.eval(params)
+    return Prepared(config, pretrained, adapter, policy, source, engine, _total_steps(config, source), notices, signals)
+
+
+def make_engine(config: RunConfig, model: Any) -> Engine:
+    """The strategies of a configuration around a model that is already built."""
+    from mortice.batch import Limits
+    from mortice.objective import WeightedLoss
+    from mortice.step import Engine
+
+    names = config.loss_names
+    losses = tuple(WeightedLoss(name, loss, weight) for name, (weight, loss) in zip(names, config.losses))
+    chunk = config.context.attention_chunk
+    return Engine(
+        model=model,
+        head=config.head,
+        backward=config.backward,
+        layout=config.layout,
+        losses=losses,
+        limits=Limits(groups=config.train.micro_batch_size),
+        attention_chunk=None if chunk == "auto" else chunk,
+        mlp_chunk=config.context.mlp_chunk,
+        temperature=getattr(config.rollout, "temperature", 1.0),
+    )
+
+
+def _total_steps(config: RunConfig, source: LiveSource) -> int:
+    if config.train.steps is not None:
+        return config.train.steps
+    epochs = 1.0 if config.train.epochs is None else config.train.epochs
+    if source.steps_per_epoch is None:
+        raise ConfigError("train.epochs: this source has no epochs; set train.steps")
+    return max(1, math.ceil(epochs * source.steps_per_epoch))
+
+
+def train(config: RunConfig, notices: Notices | None = None) -> Outcome:
+    """Run a configuration to its end (or to a signal) and say how it went.
+
+    Raises what `prepare` does, TrainingError where the run cannot go on.
+    """
+    blas.load()
+    import mlx.core as mx
+
+    from mortice.checkpoint import RunFolder
+    from mortice.protocols import RunInfo
+    from mortice.reference import Reference, reference_params
+    from mortice.trainer import Pace, Trainer
+
+    prepared = prepare(config, notices)
+    notices = prepared.notices
+    options, total = config.train, prepared.total_steps
+    learning_rate = config.schedule.build(config.optimizer.learning_rate, total)
+    mx.set_cache_limit(int(options.cache_limit * 1e9))
+    engine, params = prepared.engine, prepared.policy.params
+    reference = None
+    if "ref_logprobs" in engine.requires:
+        reference = Reference(engine, reference_params(config.reference.policy, prepared.adapter, engine.model, params))
+    best = options.best or ("valid/loss" if prepared.source.can_validate else None)
+    if options.best and not prepared.source.can_validate:
+        raise ConfigError(f"train.best is {options.best!r}, but there is no validation data (data.valid)")
+    share = f"trainable parameters: {prepared.trainable:,} of {prepared.parameters:,}"
+    notices(f"{share} ({prepared.trainable / prepared.parameters:.3%})")
+
+    with RunFolder.create(config.run_path, config.effective_toml()) as folder:
+        trainer = Trainer(
+            engine=engine,
+            policy=prepared.policy,
+            adapter=prepared.adapter,
+            optimizer=config.optimizer.build(),
+            learning_rate=learning_rate,
+            source=prepared.source,
+            folder=folder,
+            pace=Pace(
+                total=total,
+                validate_every=options.validate_every or max(1, total // 10),
+                save_every=options.save_every,
+                clip_norm=options.clip_norm,
+                max_nonfinite=options.max_nonfinite,
+                best=best,
+                best_mode=options.best_mode,
+            ),
+            seed=options.seed,
+            signals=prepared.signals,
+            hook=config.plugins.hook,
+            reference=reference,
+            trackers=config.trackers,
+            controllers=config.controllers,
+            override=lambda changes: make_engine(config.with_overrides(changes), engine.model),
+            notices=lambda: notices.counts,
+        )
+        info = RunInfo(folder.path, total, prepared.trainable, prepared.parameters, config)
+        notices.show = trainer.say
+        return trainer.run(info)
+
+
+def run(
+    file: str | Path | Mapping[str, Any],
+    *,
+    settings: Sequence[str] = (),
+    strategies: Mapping[str, str] | None = None,
+) -> Outcome:
+    """Train from a run file, or from a mapping of the same tables (paths in it are relative to the working directory).
+
+    `settings` are `table.key=value` strings, `strategies` names by kind (`{"loss": "sft"}`): the flags of
+    `mortice train`.
+    """
+    blas.load()
+    from mortice.config import config_from_dict, load_config
+
+    if isinstance(file, Mapping):
+        config = config_from_dict(file, settings=settings, strategies=strategies or {})
+    else:
+        config = load_config(file, settings=settings, strategies=strategies or {})
+    return train(config)
