@@ -1,0 +1,1 @@
+"""Data and run file of `mortice quickstart`."""
