@@ -74,6 +74,8 @@ class Outcome:
     tokens: int = 0
     seconds: float = 0.0
     """Spent in training steps."""
+    peak_gb: float = 0.0
+    """The highest peak of MLX's memory in any training step, in GB (10⁹ bytes)."""
 
 
 class Stopped(Exception):
@@ -139,6 +141,7 @@ class Trainer:
     """Pass over the groups of one pull."""
     tokens: int = 0
     seconds: float = 0.0
+    peak_gb: float = 0.0
     nonfinite: int = 0
     nonfinite_in_a_row: int = 0
     controller_state: dict[str, Mapping[str, Any]] = field(factory=dict)
@@ -185,8 +188,7 @@ class Trainer:
             finally:
                 self.hook.on_run_end(run=info, error=error)
         return Outcome(
-            self.folder.path, self.step, metrics, before, self._valid, checkpoint, self.signals.received,
-            self.tokens, self.seconds,
+            self.folder.path, self.step, metrics, before, self._valid, checkpoint, self.signals.received, self.tokens, self.seconds, self.peak_gb,
         )  # fmt: skip
 
     def _turns(self) -> Iterator[tuple[Sequence[Group], int]]:
@@ -212,6 +214,8 @@ class Trainer:
         self.step += 1
         self.tokens += tally.tokens
         self.seconds += seconds
+        held = memory()
+        self.peak_gb = max(self.peak_gb, held["memory_peak_gb"])
         metrics = {
             **tally.values(),
             "lr": rate,
@@ -219,7 +223,7 @@ class Trainer:
             "tokens": tally.tokens,
             "seconds": seconds,
             "tokens_per_second": tally.tokens / seconds,
-            **memory(),
+            **held,
             "nonfinite_steps": self.nonfinite,
             **self.notices(),
         }

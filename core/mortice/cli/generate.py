@@ -1,0 +1,94 @@
+"""`mortice generate`: one answer of a model, with or without an adapter, as it is written."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from mortice.errors import ConfigError
+
+
+def generate(
+    model: str,
+    prompt: str,
+    *,
+    adapter: Path | None = None,
+    system: str | None = None,
+    raw: bool = False,
+    max_tokens: Annotated[int, Parameter(name=["--max-tokens", "-n"])] = 256,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    seed: int = 0,
+) -> None:
+    """Answer one prompt, token by token.
+
+    Parameters
+    ----------
+    model
+        Model folder or hub id.
+    prompt
+        What to ask; `-` reads standard input.
+    adapter
+        Adapter folder (mortice, mlx-lm or PEFT).
+    system
+        System message.
+    raw
+        Continue the text as it is, without the chat template.
+    max_tokens
+        Stop after this many tokens.
+    temperature
+        0 takes the likeliest token every time.
+    top_p
+        Sample from the likeliest tokens that together have this probability.
+    top_k
+        Sample from this many likeliest tokens; 0 for all.
+    seed
+        Names the draw; the same seed gives the same answer.
+    """
+    from mortice import blas
+
+    blas.load()
+    from mortice.generation import generate_tokens, stream_text
+    from mortice.pretrained import load
+    from mortice.protocols import Sampling
+
+    for name, value, good in (
+        ("--max-tokens", max_tokens, max_tokens >= 1),
+        ("--temperature", temperature, temperature >= 0),
+        ("--top-p", top_p, 0 < top_p <= 1),
+        ("--top-k", top_k, top_k >= 0),
+    ):
+        if not good:
+            raise ConfigError(f"{name} {value} is out of range")
+    pretrained = load(model, adapter=adapter)
+    tokenizer = pretrained.tokenizer
+    if tokenizer is None:
+        raise ConfigError(f"{pretrained.path} has no tokenizer.json")
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if raw or not tokenizer.has_template:
+        ids = tokenizer.encode(text, add_special=True)
+    else:
+        messages = [{"role": "system", "content": system}] if system is not None else []
+        ids = tokenizer.render_prompt([*messages, {"role": "user", "content": text}])
+    sampling = Sampling(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, eos_ids=tokenizer.eos_ids
+    )
+    start, count = time.perf_counter(), 0
+
+    def counted():
+        nonlocal count
+        for token in generate_tokens(pretrained.model, ids, sampling):
+            count += 1
+            yield token
+
+    for piece in stream_text(counted(), tokenizer, tokenizer.eos_ids):
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    seconds = time.perf_counter() - start
+    print(f"{len(ids)} prompt tokens, {count} generated, {count / seconds:.1f} tokens/s", file=sys.stderr)
