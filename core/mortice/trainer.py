@@ -188,7 +188,8 @@ class Trainer:
             finally:
                 self.hook.on_run_end(run=info, error=error)
         return Outcome(
-            self.folder.path, self.step, metrics, before, self._valid, checkpoint, self.signals.received, self.tokens, self.seconds, self.peak_gb,
+            self.folder.path, self.step, metrics, before, self._valid, checkpoint, self.signals.received,
+            self.tokens, self.seconds, self.peak_gb,
         )  # fmt: skip
 
     def _turns(self) -> Iterator[tuple[Sequence[Group], int]]:
