@@ -264,4 +264,18 @@ class Output:
         `into` maps this output's parameter names to running gradients; names that it lacks do not train.
         """
         if self.name in into:
-            into[self.name][start:stop] += g.T @ hidden.astype(mx.float32)
+            block = g.T @ hidden.astype(mx.float32)  # [v, D]
+            into[self.name] = into[self.name].at[start:stop].add(block)  # in place; `+=` would copy the matrix
+
+
+def output_of(module: nn.Module, path: str, softcap: float | None = None) -> Output:
+    """The output matrix that a linear layer or an embedding holds. A module may give its own in `as_output`."""
+    own = getattr(module, "as_output", None)
+    if own is not None:
+        return own(path, softcap)
+    q = getattr(module, "quantization", None)
+    if q is None:
+        return Output(module.weight, f"{path}.weight", softcap=softcap)
+    return Output(
+        module.weight, f"{path}.weight", module.scales, module.get("biases"), q.group_size, q.bits, q.mode, softcap
+    )
