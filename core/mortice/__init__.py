@@ -26,9 +26,9 @@ _LAZY = {
 if TYPE_CHECKING:
     from mortice.batch import Batch, Completion, Group, LossOutput, TokenLogprobs
     from mortice.hookspecs import hookimpl
+    from mortice.launch import run
     from mortice.options import option
     from mortice.pretrained import load
-    from mortice.launch import run
     from mortice.scoring import Scores, score
 
 __all__ = [

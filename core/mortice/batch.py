@@ -206,6 +206,7 @@ class Batch:
     """`[M]` float32, zero at prompt targets."""
     extras: Mapping[str, mx.array] = field(factory=dict)
     """`[C]` float32 each: what completions carry in `extras`; absent values are NaN."""
+
     def sum(self, x: mx.array) -> mx.array:
         """Sum of a per-token vector over the scored tokens of each completion: `[M] → [C]`, prompt excluded."""
         import mlx.core as mx

@@ -78,25 +78,22 @@ def prepare(config: RunConfig, notices: Notices | None = None) -> Prepared:
     from mortice.config import check_requirements
     from mortice.pretrained import load, random_model
     from mortice.protocols import Policy, SourceContext
-    from mortice.randomness import stable_key
     from mortice.trainer import Signals
 
     notices = notices or Notices()
     check_requirements(config)
     seed = config.train.seed
     if config.model.init == "random":
-        pretrained = random_model(
-            config.model.config, stable_key(seed, "weights"), plugins=config.plugins, dtype=config.model.dtype
-        )
+        pretrained = random_model(config.model.config, seed, plugins=config.plugins, dtype=config.model.dtype)
     else:
         pretrained = load(config.model.path, plugins=config.plugins, dtype=config.model.dtype)
     model = pretrained.model
 
     adapter = config.adapter
-    params = adapter.attach(model, stable_key(seed, "adapter"))
+    params = adapter.attach(model, seed)
     attach_head = getattr(config.head, "attach", None)
     if attach_head is not None:
-        params |= attach_head(model, stable_key(seed, "head"))
+        params |= attach_head(model, seed)
     if not params:
         raise ConfigError("adapter: nothing would train (0 trainable parameters)")
     model.mark_trainable(params)

@@ -26,6 +26,13 @@ class Quantization:
         return mx.dequantize(weight, scales, biases, group_size=self.group_size, bits=self.bits, mode=self.mode)
 
 
+def packed_zeros(rows: int, columns: int, q: Quantization) -> dict[str, mx.array]:
+    """Places for a packed matrix, in MLX's shapes; never computed."""
+    groups = (rows, columns // q.group_size)
+    packed = {"weight": mx.zeros((rows, columns * q.bits // 32), mx.uint32), "scales": mx.zeros(groups)}
+    return packed | ({"biases": mx.zeros(groups)} if q.mode == "affine" else {})
+
+
 def on_cpu() -> bool:
     """Whether arrays are computed on the CPU backend."""
     return mx.default_device() == mx.cpu
@@ -34,7 +41,7 @@ def on_cpu() -> bool:
 def float32_product(x: mx.array, stored: list[mx.array], unpack: Any) -> mx.array:
     """`x @ W.T` in float32, W unpacked from `stored` for the forward and again for the backward.
 
-    `x [T, in]` → `[T, out]`. No gradient to the stored weight.
+    `x [T, in]` → `[T, out]` in the type of `x`. No gradient to the stored weight.
     """
 
     @mx.custom_function
@@ -45,7 +52,7 @@ def float32_product(x: mx.array, stored: list[mx.array], unpack: Any) -> mx.arra
     def product_vjp(primals: Any, cotangent: mx.array, _: Any) -> mx.array:
         return cotangent @ unpack(*stored).astype(mx.float32)
 
-    return product(x.astype(mx.float32))
+    return product(x.astype(mx.float32)).astype(x.dtype)
 
 
 class Linear(nn.Module):
@@ -80,12 +87,18 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         self._quantization = quantization
         self._shape = (outputs, inputs)
+        dict.update(self, packed_zeros(outputs, inputs, quantization))
         if bias:
             self.bias = mx.zeros((outputs,))
 
     @property
     def quantization(self) -> Quantization:
         return self._quantization
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns, unpacked."""
+        return self._shape
 
     @property
     def inputs(self) -> int:
@@ -130,10 +143,16 @@ class QuantizedEmbedding(nn.Module):
         super().__init__()
         self._quantization = quantization
         self._shape = (vocab, dims)
+        dict.update(self, packed_zeros(vocab, dims, quantization))
 
     @property
     def quantization(self) -> Quantization:
         return self._quantization
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns, unpacked."""
+        return self._shape
 
     def __call__(self, ids: mx.array) -> mx.array:
         biases = self.get("biases")

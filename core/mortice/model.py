@@ -18,11 +18,10 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 import mlx.nn as nn
 from attrs import evolve, frozen
-from mlx.utils import tree_flatten
 
 from mortice.batch import Gradients
 from mortice.context import Context, activate
-from mortice.modules import join, leaves, slots
+from mortice.modules import leaves, slots
 
 Carry: TypeAlias = "dict[str, mx.array]"
 
@@ -121,7 +120,7 @@ class Model:
 
     def named_parameters(self) -> dict[str, mx.array]:
         """All parameters by full name."""
-        return {join(part.path, name): value for part in self.parts for name, value in tree_flatten(part.parameters())}
+        return {name: owner[key] for part in self.parts for name, owner, key in slots(part.path, part)}
 
     def bind(self, params: Mapping[str, mx.array]) -> None:
         """Put arrays (or tracers) in the places of these parameters. Raises KeyError for an unknown name."""

@@ -20,6 +20,12 @@ def _items(node: Any) -> Iterator[tuple[Any, Any]]:
             yield key, value
 
 
+def _wrapped(node: Any) -> Any:
+    """The module that this one stands in for, whose parameters keep their names: `wraps` names the attribute."""
+    name = getattr(node, "wraps", None)
+    return {} if name is None else node[name]
+
+
 def slots(path: str, node: Any) -> Iterator[tuple[str, Any, Any]]:
     """(full name, owner, key) of every array below `node`: `owner[key]` is where it lives."""
     for key, value in _items(node):
@@ -28,6 +34,8 @@ def slots(path: str, node: Any) -> Iterator[tuple[str, Any, Any]]:
             yield name, node, key
         elif isinstance(value, (dict, list)):
             yield from slots(name, value)
+    if _wrapped(node):
+        yield from slots(path, _wrapped(node))
 
 
 def leaves(path: str, node: Any) -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], None]]]:

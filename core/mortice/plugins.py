@@ -59,7 +59,9 @@ class Plugin:
     def failure(self) -> str:
         """One line for a warning."""
         kind = type(self.error).__name__
-        return f"plugin {self.entry.name!r} of {self.entry.dist} {self.entry.version} failed to load: {kind}: {self.error}"
+        return (
+            f"plugin {self.entry.name!r} of {self.entry.dist} {self.entry.version} failed to load: {kind}: {self.error}"
+        )
 
     def details(self) -> str:
         return "".join(traceback.format_exception(self.error)) if self.error else ""

@@ -105,21 +105,17 @@ class ModelAdapter(Protocol):
         ...
 
 
-@frozen
-class SavedAdapter:
-    """Adapter tensors by full parameter name, and the options they were made with (mlx-lm's keys)."""
-
-    tensors: Mapping[str, Any]
-    config: Mapping[str, Any]
-
-
 @runtime_checkable
 class Adapter(Protocol):
-    """Which parameters train, and how they are kept."""
+    """Which parameters train, and how they are kept.
 
-    def attach(self, model: Model, key: mx.array, /) -> Params:
-        """Put the trainable parameters into the model and return them by full name. Raises `ConfigError` where a
-        target name matches nothing, or where nothing would train."""
+    Two classmethods let a saved folder be opened without options: `claims(path) → bool`, whether the folder is of this
+    kind, and `from_folder(path, model) → (strategy, params)`, which attaches what it holds.
+    """
+
+    def attach(self, model: Model, seed: int, /) -> Params:
+        """Put the trainable parameters into the model and return them by full name, their initial values keyed by
+        `seed` and name. Raises `ConfigError` where a target name matches nothing, or where nothing would train."""
         ...
 
     def base(self, params: Params, /) -> Params:

@@ -24,13 +24,45 @@ def _plugin(kind: str, target: str, help: str, *names: str) -> ModuleType:
     return module
 
 
-sft = _plugin("loss", "mortice_plugins.losses.sft:SFT", "Next-token cross-entropy of completions, or of everything.", "sft")
-orpo = _plugin("loss", "mortice_plugins.losses.orpo:ORPO", "Odds-ratio preference optimisation: NLL plus λ times the log-odds term; no reference model.", "orpo")
-flash_cce = _plugin("head", "mortice_plugins.heads.flash_cce:FlashCCE", "Log-probabilities and their gradient in one pass over vocabulary tiles; never holds full logits.", "flash-cce")
-segmented = _plugin("backward", "mortice_plugins.backwards.segmented:Segmented", "Backward through a few blocks at a time; memory of one segment.", "segmented")
-prefix_shared = _plugin("layout", "mortice_plugins.layouts.prefix_shared:PrefixShared", "One row a group: its prompt runs once, completions branch from it.", "prefix-shared")
-llama = _plugin("model", "mortice_plugins.models.llama:LlamaAdapter", "Llama 2 and 3, SmolLM2, MiniCPM5, Qwen3.", "llama")
-preference = _plugin("data", "mortice_plugins.formats.preference:Preference", "A prompt with a chosen and a rejected answer.", "preference", "dpo")
+sft = _plugin(
+    "loss", "mortice_plugins.losses.sft:SFT", "Next-token cross-entropy of completions, or of everything.", "sft"
+)
+orpo = _plugin(
+    "loss",
+    "mortice_plugins.losses.orpo:ORPO",
+    "Odds-ratio preference optimisation: NLL plus λ times the log-odds term; no reference model.",
+    "orpo",
+)
+flash_cce = _plugin(
+    "head",
+    "mortice_plugins.heads.flash_cce:FlashCCE",
+    "Log-probabilities and their gradient in one pass over vocabulary tiles; never holds full logits.",
+    "flash-cce",
+)
+segmented = _plugin(
+    "backward",
+    "mortice_plugins.backwards.segmented:Segmented",
+    "Backward through a few blocks at a time; memory of one segment.",
+    "segmented",
+)
+prefix_shared = _plugin(
+    "layout",
+    "mortice_plugins.layouts.prefix_shared:PrefixShared",
+    "One row a group: its prompt runs once, completions branch from it.",
+    "prefix-shared",
+)
+llama = _plugin(
+    "model", "mortice_plugins.models.llama:LlamaAdapter", "Llama 2 and 3, SmolLM2, MiniCPM5, Qwen3.", "llama"
+)
+preference = _plugin(
+    "data",
+    "mortice_plugins.formats.preference:Preference",
+    "A prompt with a chosen and a rejected answer.",
+    "preference",
+    "dpo",
+)
 chat = _plugin("data", "mortice_plugins.formats.chat:Chat", "A list of messages; assistant turns are scored.", "chat")
-completion = _plugin("data", "mortice_plugins.formats.completion:CompletionFormat", "A prompt and its completion.", "completion")
+completion = _plugin(
+    "data", "mortice_plugins.formats.completion:CompletionFormat", "A prompt and its completion.", "completion"
+)
 text = _plugin("data", "mortice_plugins.formats.text:Text", "Raw text, scored whole.", "text")

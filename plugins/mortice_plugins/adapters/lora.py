@@ -1,0 +1,315 @@
+"""Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): `y = W x + scale · (x A) B`, with A and B in float32.
+
+Saved as mlx-lm saves them (`adapters.safetensors`, `adapter_config.json`); mlx-lm's and PEFT's folders are read.
+What this leaves out: DoRA, dropout, adapters on embeddings and on the output matrix.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from attrs import field, frozen
+
+from mortice import atomic
+from mortice.errors import CheckpointError, ConfigError, suggest
+from mortice.linear import Linear, QuantizedLinear
+from mortice.model import Model
+from mortice.options import ge, gt, option, optional
+from mortice.pretrained import open_weights, read_json, some
+from mortice.protocols import Params
+from mortice.randomness import stable_key
+
+DEFAULT_SCALE = 2.0
+
+
+class LoRALinear(nn.Module):
+    """A linear layer with a low-rank term beside it. The layer's own parameters keep their names."""
+
+    wraps = "_base"
+
+    def __init__(self, base: nn.Module, rank: int, scale: float) -> None:
+        super().__init__()
+        self._base = base
+        self._scale = scale
+        self.lora_a = mx.zeros((base.inputs, rank))
+        self.lora_b = mx.zeros((rank, base.outputs))
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = self._base(x)
+        low = (x.astype(mx.float32) @ self.lora_a) @ self.lora_b
+        return y + (self._scale * low).astype(y.dtype)
+
+
+def _pattern_list(value: Any) -> tuple[str, ...] | None:
+    return None if value is None else tuple(value)
+
+
+@frozen
+class LoRA:
+    """Low-rank adapters beside frozen linear layers (Hu et al. 2021, arXiv:2106.09685).
+
+    y = W x + scale · (x A) B. A starts uniform in ±1/√in, keyed by the run's seed and the layer's name; B starts at
+    zero, so that a fresh adapter changes nothing. Adapters are float32 whatever the weights are stored in.
+    """
+
+    rank: int = option(16, help="columns of A, rows of B", validator=ge(1))
+    scale: float | None = option(
+        None, help="factor of the low-rank term (default 2.0); or give alpha", validator=optional(gt(0))
+    )
+    alpha: float | None = option(None, help="the same as scale = alpha / rank", validator=optional(gt(0)))
+    targets: tuple[str, ...] | None = field(
+        default=None,
+        kw_only=True,
+        converter=_pattern_list,
+        metadata={
+            "help": "linear layers to adapt: names (`q_proj`), parts of names (`self_attn.*`) or full names, "
+            "with * and ?; default: every linear layer of the blocks"
+        },
+    )
+    layers: int | None = option(
+        None, help="adapt only the last n decoder layers (default: all)", validator=optional(ge(1))
+    )
+
+    def __attrs_post_init__(self) -> None:
+        if self.scale is not None and self.alpha is not None:
+            raise ValueError("scale and alpha say the same thing (scale = alpha / rank); give one of them")
+
+    @property
+    def factor(self) -> float:
+        """The scale in force."""
+        if self.alpha is not None:
+            return self.alpha / self.rank
+        return DEFAULT_SCALE if self.scale is None else self.scale
+
+    def attach(self, model: Model, seed: int, /) -> Params:
+        chosen = self._chosen(model)
+        params = wrap(model, dict.fromkeys(chosen, (self.rank, self.factor)))
+        fresh = {}
+        for name, place in params.items():
+            if name.endswith("lora_a"):
+                bound = 1 / math.sqrt(place.shape[0])
+                key = stable_key(seed, "adapter", name)
+                fresh[name] = mx.random.uniform(-bound, bound, place.shape, key=key)
+        model.bind(fresh)
+        return params | fresh
+
+    def _chosen(self, model: Model) -> list[str]:
+        """Full names of the layers to adapt. Raises ConfigError listing what matches nothing and what there is."""
+        linear = linear_layers(model)
+        if self.layers is not None and self.layers > model.num_layers:
+            raise ConfigError(f"adapter.layers: {self.layers} asked for, the model has {model.num_layers}")
+        if not linear:
+            raise ConfigError("adapter: the model's blocks hold no linear layer that LoRA can adapt")
+        if self.targets is None:
+            chosen = list(linear)
+        else:
+            hits = {pattern: [n for n in linear if matches(pattern, n)] for pattern in self.targets}
+            unmatched = [pattern for pattern, names in hits.items() if not names]
+            if unmatched:
+                raise ConfigError(_unmatched(unmatched, linear))
+            chosen = [name for name in linear if any(name in names for names in hits.values())]
+        first = 0 if self.layers is None else model.num_layers - self.layers
+        chosen = [name for name in chosen if linear[name] >= first]
+        if not chosen:
+            raise ConfigError(f"adapter: 0 trainable parameters; no target lies in the last {self.layers} layers")
+        return chosen
+
+    def base(self, params: Params, /) -> Params:
+        return {name: mx.zeros_like(v) if name.endswith("lora_b") else v for name, v in params.items()}
+
+    def save(self, model: Model, params: Params, path: Path, /) -> None:
+        modules = sorted({name.rpartition(".")[0] for name in params})
+        config = {
+            "fine_tune_type": "lora",
+            "num_layers": model.num_layers if self.layers is None else self.layers,
+            "lora_parameters": {
+                "rank": self.rank,
+                "scale": self.factor,
+                "dropout": 0.0,
+                "keys": sorted({block_name(name) for name in modules}),
+            },
+            "mortice": {"modules": modules},
+        }
+        with atomic.writing_folder(path) as folder:
+            mx.save_safetensors(str(folder / "adapters.safetensors"), dict(params), metadata={"format": "mlx"})
+            (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+
+    def load(self, model: Model, path: Path, params: Params, /) -> Params:
+        saved = read_saved(path)
+        if saved.plan(model) != dict.fromkeys(saved.modules, (self.rank, self.factor)):
+            raise CheckpointError(f"{path} was made with another rank or scale than {self.rank} and {self.factor}")
+        return saved.checked(params)
+
+    @classmethod
+    def claims(cls, path: Path) -> bool:
+        """Whether a folder holds a LoRA adapter of mlx-lm or PEFT."""
+        if not (path / "adapter_config.json").exists():
+            return False
+        config = read_json(path / "adapter_config.json")
+        return config.get("peft_type") is not None or config.get("fine_tune_type", "lora") in ("lora", "dora")
+
+    @classmethod
+    def from_folder(cls, path: Path, model: Model) -> tuple[LoRA, Params]:
+        """Attach a saved adapter as it is, whatever its ranks; the strategy that comes with it has its main ones.
+
+        Raises CheckpointError for an unknown feature or tensors that do not fit.
+        """
+        saved = read_saved(path)
+        plan = saved.plan(model)
+        params = saved.checked(wrap(model, plan))
+        model.bind(params)
+        rank, scale = next(iter(plan.values()))
+        return cls(rank=rank, scale=scale, targets=tuple(plan)), params
+
+
+def linear_layers(model: Model) -> dict[str, int]:
+    """Full name → decoder layer of every linear layer in the blocks."""
+    layers = {}
+    for block in model.blocks:
+        layers[block.path] = block.layer
+    kinds = (Linear, QuantizedLinear, nn.Linear, nn.QuantizedLinear)
+    return {
+        name: layer
+        for name, module, _ in model.named_modules()
+        if isinstance(module, kinds)
+        for path, layer in layers.items()
+        if name.startswith(f"{path}.")
+    }
+
+
+def block_name(name: str) -> str:
+    """`model.layers.3.self_attn.q_proj` → `self_attn.q_proj`."""
+    parts = name.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdigit()), -1)
+    return ".".join(parts[number + 1 :])
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern is the whole name or a dotted end of it; `*` and `?` as in the shell."""
+    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"*.{pattern}")
+
+
+def _unmatched(patterns: list[str], linear: Mapping[str, int]) -> str:
+    have = sorted({block_name(name) for name in linear})
+    short = [name.rpartition(".")[2] for name in have] + have
+    found = "; ".join(
+        f"{pattern!r} matches no linear layer{_reserved(pattern)}{suggest(pattern, short)}" for pattern in patterns
+    )
+    return f"adapter.targets: {found} (this model has {', '.join(have)})"
+
+
+def _reserved(pattern: str) -> str:
+    if pattern.rpartition(".")[2] in ("lm_head", "embed_tokens"):
+        return ", since LoRA on embeddings and output matrices is not supported"
+    return ""
+
+
+def wrap(model: Model, plan: Mapping[str, tuple[int, float]]) -> Params:
+    """Put adapters of the planned rank and scale around linear layers; their zero parameters by full name."""
+    for name, module, put in list(model.named_modules()):
+        if name in plan:
+            put(LoRALinear(module, *plan[name]))
+    model.invalidate()
+    named = model.named_parameters()
+    return {f"{name}.{part}": named[f"{name}.{part}"] for name in plan for part in ("lora_a", "lora_b")}
+
+
+@frozen
+class Saved:
+    """An adapter folder, PEFT's or mlx-lm's, in mortice's names and orientation."""
+
+    path: Path
+    tensors: Mapping[str, mx.array]
+    scales: Mapping[str, float]
+    """Of each module."""
+
+    @property
+    def modules(self) -> list[str]:
+        return list(self.scales)
+
+    def plan(self, model: Model) -> dict[str, tuple[int, float]]:
+        """Rank and scale of every module. Raises CheckpointError for modules that the model does not have."""
+        linear = linear_layers(model)
+        unknown = [name for name in self.scales if name not in linear]
+        if unknown:
+            raise CheckpointError(f"{self.path}: the model has no linear layer {some(unknown)}")
+        return {name: (self.tensors[f"{name}.lora_a"].shape[1], scale) for name, scale in self.scales.items()}
+
+    def checked(self, params: Params) -> Params:
+        """The tensors in the places of `params`. Raises CheckpointError that lists every mismatch."""
+        wrong = [f"{name} is missing" for name in params if name not in self.tensors]
+        wrong += [f"{name} has no place" for name in self.tensors if name not in params]
+        wrong += [
+            f"{name} is {list(t.shape)}, the model needs {list(params[name].shape)}"
+            for name, t in self.tensors.items()
+            if name in params and t.shape != params[name].shape
+        ]
+        if wrong:
+            raise CheckpointError(f"{self.path} does not fit the model: {some(wrong)}")
+        return {name: self.tensors[name].astype(mx.float32) for name in params}
+
+
+def read_saved(path: Path) -> Saved:
+    """Raises CheckpointError for a damaged folder or a feature that has no counterpart here."""
+    config = read_json(path / "adapter_config.json")
+    tensors = open_weights(path)
+    return _read_peft(path, config, tensors) if "peft_type" in config else _read_mlx(path, config, tensors)
+
+
+def _read_mlx(path: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> Saved:
+    strange = [n for n in tensors if not n.endswith((".lora_a", ".lora_b"))]
+    if config.get("fine_tune_type", "lora") != "lora" or strange:
+        raise CheckpointError(f"{path}: only plain LoRA can be read here, found {some(strange) or 'DoRA'}")
+    scale = config.get("lora_parameters", {}).get("scale")
+    if scale is None:
+        raise CheckpointError(f"{path / 'adapter_config.json'} lacks lora_parameters.scale")
+    modules = sorted({name.rpartition(".")[0] for name in tensors})
+    return Saved(path, tensors, {name: float(scale) for name in modules})
+
+
+def _read_peft(path: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> Saved:
+    """PEFT keeps A as `[r, in]` and B as `[out, r]`; its scale is alpha / r, or alpha / √r with rsLoRA."""
+    refused = [
+        key
+        for key in (
+            "modules_to_save",
+            "use_dora",
+            "lora_bias",
+            "trainable_token_indices",
+            "fan_in_fan_out",
+            "use_qalora",
+        )
+        if config.get(key)
+    ]
+    refused += ["bias"] if config.get("bias", "none") != "none" else []
+    if config.get("peft_type") != "LORA":
+        refused.append(f"peft_type = {config['peft_type']}")
+    if refused:
+        raise CheckpointError(f"{path}: PEFT features without a counterpart here: {', '.join(refused)}")
+    found: dict[str, mx.array] = {}
+    for name, tensor in tensors.items():
+        module = name.removeprefix("base_model.model.")
+        for theirs, ours in ((".lora_A.weight", ".lora_a"), (".lora_B.weight", ".lora_b")):
+            if module.endswith(theirs):
+                found[module.removesuffix(theirs) + ours] = tensor.T
+                break
+        else:
+            raise CheckpointError(f"{path}: tensor {name!r} has no counterpart here")
+    scales = {}
+    for module in sorted({name.rpartition(".")[0] for name in found}):
+        rank = found[f"{module}.lora_a"].shape[1]
+        alpha = _by_pattern(config.get("alpha_pattern") or {}, module, config["lora_alpha"])
+        scales[module] = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return Saved(path, found, scales)
+
+
+def _by_pattern(patterns: Mapping[str, float], module: str, default: float) -> float:
+    """PEFT's rule: the first pattern that is the module's name or a dotted end of it."""
+    return next((v for p, v in patterns.items() if module == p or module.endswith(f".{p}")), default)
