@@ -240,7 +240,7 @@ class TokenLogprobs:
     dhidden: mx.array | None = None
     """`[M, D]` float32: ∂logprob/∂hidden, one row a token, when asked for."""
     values: mx.array | None = None
-    """`[M]` float32: of a head that `provides` `values` instead of log-probabilities; `dhidden` is then ∂value/∂hidden."""
+    """`[M]` float32: of a head that `provides` `values` instead of log-probabilities; `dhidden` is ∂value/∂hidden."""
 
 
 Number: TypeAlias = "float | int | mx.array"

@@ -166,17 +166,22 @@ def find_adapter(plugins: Plugins, config: Mapping[str, Any]) -> tuple[str, Mode
     return claims[0][0].name, claims[0][1]
 
 
-def open_weights(folder: Path) -> dict[str, mx.array]:
-    """Every tensor of a folder's safetensors files by name, mapped. Headers and lengths are checked first."""
+def open_weights(folder: Path, *names: str) -> dict[str, mx.array]:
+    """Every tensor of a folder's safetensors files by name, mapped. Headers and lengths are checked first.
+
+    `names` are the files to look for, in order of preference; by default `model.safetensors`, the shards of an index,
+    `model*.safetensors`, or whatever there is.
+    """
     index = folder / "model.safetensors.index.json"
-    if index.exists():
+    patterns = names or ("model.safetensors", "model*.safetensors", "*.safetensors")
+    if index.exists() and not names:
         wanted = read_json(index).get("weight_map", {})
         files = sorted({folder / name for name in wanted.values()})
         missing = [f.name for f in files if not f.exists()]
         if missing:
             raise CheckpointError(f"{folder}: {len(missing)} of {len(files)} shards missing: {some(missing)}")
     else:
-        files = sorted(folder.glob("*.safetensors"))
+        files = next((found for p in patterns if (found := sorted(folder.glob(p)))), [])
     if not files:
         pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".pickle"))
         if pickles:

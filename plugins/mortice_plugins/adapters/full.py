@@ -36,7 +36,7 @@ class FullWeights:
 
     def base(self, params: Params, /) -> Params:
         raise ConfigError(
-            'reference.policy = "base": with full weights the base is what is trained; use "initial", which keeps a copy'
+            'reference.policy = "base": with full weights the base is what trains; use "initial", a copy'
         )
 
     def save(self, model: Model, params: Params, path: Path, /) -> None:
@@ -46,7 +46,7 @@ class FullWeights:
             (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
     def load(self, model: Model, path: Path, params: Params, /) -> Params:
-        tensors = open_weights(path)
+        tensors = open_weights(path, "adapters.safetensors")
         wrong = sorted(set(params) ^ set(tensors)) + [
             name for name in params if name in tensors and tensors[name].shape != params[name].shape
         ]

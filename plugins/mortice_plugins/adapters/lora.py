@@ -27,6 +27,11 @@ from mortice.protocols import Params
 from mortice.randomness import stable_key
 
 DEFAULT_SCALE = 2.0
+UNSUPPORTED = (
+    "modules_to_save", "use_dora", "lora_bias", "trainable_token_indices", "target_parameters", "fan_in_fan_out",
+    "use_qalora", "use_bdlora", "layer_replication", "arrow_config", "corda_config", "eva_config",
+)  # fmt: skip
+"""PEFT options that change what an adapter computes and have no counterpart here."""
 
 
 class LoRALinear(nn.Module):
@@ -259,7 +264,7 @@ class Saved:
 def read_saved(path: Path) -> Saved:
     """Raises CheckpointError for a damaged folder or a feature that has no counterpart here."""
     config = read_json(path / "adapter_config.json")
-    tensors = open_weights(path)
+    tensors = open_weights(path, "adapters.safetensors", "adapter_model.safetensors")
     return _read_peft(path, config, tensors) if "peft_type" in config else _read_mlx(path, config, tensors)
 
 
