@@ -52,6 +52,8 @@ class FlashCCE:
         traced: bool = False,
     ) -> Gradients:  # fmt: skip
         """Gradients of the output's parameters, in a second pass over the tiles."""
+        if not output.parameters():
+            return {}
         tile = (self.token_tile, self.vocab_tile)
         if self._numpy(traced):
             return numpy_tiles.output_gradients(hidden, targets, output, dlogprobs, lse, tile)
