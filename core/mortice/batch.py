@@ -9,7 +9,7 @@ by what makes those, never by this module's import.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 Gradients: TypeAlias = "dict[str, mx.array]"
 """Named as Hugging Face spells the modules: `model.layers.0.self_attn.q_proj.lora_a`. float32."""
+
+
+def _tuple(value: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(value)
 
 
 def _ids(value: Sequence[int]) -> tuple[int, ...]:
@@ -65,7 +69,7 @@ class Group:
 
     id: str
     prompt_ids: tuple[int, ...] = field(converter=_ids)
-    completions: tuple[Completion, ...] = field(converter=tuple)
+    completions: tuple[Completion, ...] = field(converter=_tuple)
     pairs: tuple[tuple[int, int], ...] = ()
     """(chosen, rejected) indices into `completions`. Empty where the group carries no preference."""
     record: Mapping[str, Any] | None = None
@@ -130,7 +134,7 @@ class Row:
     """
 
     tokens: np.ndarray = field(converter=_int32)
-    spans: tuple[Span, ...] = field(converter=tuple)
+    spans: tuple[Span, ...] = field(converter=_tuple)
     index: np.ndarray = field(converter=_int32)
     target: np.ndarray = field(converter=_int32)
     owner: np.ndarray = field(converter=_int32)
@@ -150,8 +154,8 @@ class Row:
 class MicroBatch:
     """The rows that together hold whole groups: a loss never sees part of a group."""
 
-    groups: tuple[Group, ...] = field(converter=tuple)
-    rows: tuple[Row, ...] = field(converter=tuple)
+    groups: tuple[Group, ...] = field(converter=_tuple)
+    rows: tuple[Row, ...] = field(converter=_tuple)
 
     def completions(self) -> Iterator[tuple[int, Group, int, Completion]]:
         """(index in the micro-batch, group, index in the group, completion), in the order of `owner`."""
