@@ -86,9 +86,9 @@ class ORPO:
 def log1mexp(x: mx.array) -> mx.array:
     """log(1 − e^x) for x ≤ 0, with a finite value and gradient also at x = 0.
 
-    Mächler, "Accurately Computing log(1 − exp(−|a|))", 2012: which of two forms is exact turns at −log 2. Each form
-    sees only its own side, because autodiff goes through both.
+    Mächler, "Accurately Computing log(1 − exp(−|a|))", 2012: which of two forms is exact turns at −log 2. Autodiff goes
+    through both, so each is kept away from where the other holds, with some overlap at the turn.
     """
-    near = -mx.expm1(mx.clip(x, -math.log(2), -NEAREST))
-    far = -mx.exp(mx.minimum(x, -math.log(2)))
-    return mx.where(x > -math.log(2), mx.log(near), mx.log1p(far))
+    near = mx.log(-mx.expm1(mx.clip(x, -1.0, -NEAREST)))
+    far = mx.log1p(-mx.exp(mx.minimum(x, -0.5)))
+    return mx.where(x > -math.log(2), near, far)
