@@ -18,7 +18,8 @@ def row_of(*spans: Span) -> Row:
 CHAIN = row_of(Span(0, 5, None, 0, "g/prompt"), Span(5, 9, 0, 5, "g/0"))
 SHARED = row_of(Span(0, 5, None, 0, "g/prompt"), Span(5, 9, 0, 5, "g/0"), Span(9, 12, 0, 5, "g/1"))
 FOREST = row_of(
-    Span(0, 3, None, 0), Span(3, 6, 0, 3), Span(6, 8, 0, 3), Span(8, 12, 2, 5), Span(12, 16, None, 0), Span(16, 18, 4, 4)
+    Span(0, 3, None, 0), Span(3, 6, 0, 3), Span(6, 8, 0, 3), Span(8, 12, 2, 5),
+    Span(12, 16, None, 0), Span(16, 18, 4, 4),
 )  # fmt: skip
 
 

@@ -23,6 +23,8 @@ _LAZY = {
     "score": "mortice.scoring",
 }
 
+_COMPUTE = {"mortice.launch", "mortice.pretrained", "mortice.scoring"}
+
 if TYPE_CHECKING:
     from mortice.batch import Batch, Completion, Group, LossOutput, TokenLogprobs
     from mortice.hookspecs import hookimpl
@@ -42,4 +44,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'mortice' has no attribute {name!r}")
     import importlib
 
+    if _LAZY[name] in _COMPUTE:  # these import mlx: a fast BLAS has to be there first
+        from mortice import blas
+
+        blas.load()
     return getattr(importlib.import_module(_LAZY[name]), name)
