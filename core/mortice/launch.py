@@ -182,7 +182,9 @@ def train(config: RunConfig, notices: Notices | None = None) -> Outcome:
     share = f"trainable parameters: {prepared.trainable:,} of {prepared.parameters:,}"
     notices(f"{share} ({prepared.trainable / prepared.parameters:.3%})")
 
-    with RunFolder.create(config.run_path, config.effective_toml()) as folder:
+    with RunFolder.create(
+        config.run_path, config.effective_toml(), keep=options.keep, best_mode=options.best_mode
+    ) as folder:
         trainer = Trainer(
             engine=engine,
             policy=prepared.policy,

@@ -35,9 +35,7 @@ class FullWeights:
         return params
 
     def base(self, params: Params, /) -> Params:
-        raise ConfigError(
-            'reference.policy = "base": with full weights the base is what trains; use "initial", a copy'
-        )
+        raise ConfigError('reference.policy = "base": with full weights the base is what trains; use "initial", a copy')
 
     def save(self, model: Model, params: Params, path: Path, /) -> None:
         config = {"fine_tune_type": "full", "num_layers": model.num_layers}

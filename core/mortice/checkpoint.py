@@ -1,0 +1,179 @@
+"""The run folder and its checkpoints. Everything is written to a temporary name, flushed and renamed.
+
+    run.toml  metrics.jsonl  adapter/  checkpoints/step-00200/  best  latest  lock
+
+A checkpoint is safetensors and JSON; reading one runs no code. `best` and `latest` are small files with a step's
+folder name. What a killed process left under temporary names is never read, and removed when the folder is opened.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import mlx.core as mx
+from attrs import define, field, frozen
+
+from mortice import atomic
+from mortice.errors import CheckpointError, MorticeError, TrainingError
+
+LOCK = "lock"
+
+
+@frozen(eq=False)
+class Checkpoint:
+    """A complete state of a run between two optimizer steps."""
+
+    step: int
+    params: Mapping[str, mx.array]
+    optimizer: Mapping[str, mx.array]
+    """The optimizer's state, flattened."""
+    state: Mapping[str, Any] = field(factory=dict)
+    """JSON values: counters, the state of source and controllers."""
+
+
+@define(eq=False)
+class RunFolder:
+    """One run's folder, held by this process until `close`."""
+
+    path: Path
+    keep: int = 2
+    """Checkpoints kept beside the best one; 0 for all."""
+    best_mode: str = "min"
+    _lock: IO[str] | None = None
+
+    @classmethod
+    def create(cls, path: Path, config: str, *, keep: int = 2, best_mode: str = "min") -> RunFolder:
+        """Make the folder, hold it and write `run.toml`.
+
+        Raises TrainingError where another process holds it, MorticeError where it cannot be written.
+        """
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            folder = cls(path.absolute(), keep, best_mode)
+            folder._hold()
+            folder._clean()
+            (path / "checkpoints").mkdir(exist_ok=True)
+            atomic.write_text(path / "run.toml", config)
+        except OSError as error:
+            raise MorticeError(f"cannot write the run folder {path.absolute()}: {error.strerror or error}") from error
+        return folder
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let the folder go."""
+        if self._lock is not None:
+            self._lock.close()
+            (self.path / LOCK).unlink(missing_ok=True)
+            self._lock = None
+
+    def _hold(self) -> None:
+        """An advisory lock, which the system drops with the process, and the process id for the message."""
+        import fcntl
+
+        lock = (self.path / LOCK).open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.seek(0)
+            raise TrainingError(
+                f"{self.path} is in use by process {lock.read().strip() or 'unknown'}; one run folder takes one process"
+            ) from error
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        self._lock = lock
+
+    def _clean(self) -> None:
+        for part in (*self.path.glob(f"{atomic.TEMPORARY}*"), *self.path.glob(f"checkpoints/{atomic.TEMPORARY}*")):
+            shutil.rmtree(part) if part.is_dir() else part.unlink()
+
+    def save(self, checkpoint: Checkpoint, write_adapter: Callable[[Path], None], metric: float | None = None) -> Path:
+        """Write a checkpoint, point `latest` at it, and `best` where `metric` is better than every one before.
+
+        A tie keeps the earlier one; NaN is never best. Older checkpoints beyond `keep` are removed, the best never.
+        Raises MorticeError where the disk refuses; older checkpoints are then untouched.
+        """
+        path = self.path / "checkpoints" / step_name(checkpoint.step)
+        try:
+            with atomic.writing_folder(path) as folder:
+                write_adapter(folder / "adapter")
+                _save_arrays(folder / "params.safetensors", checkpoint.params)
+                _save_arrays(folder / "optimizer.safetensors", checkpoint.optimizer)
+                state = {**checkpoint.state, "step": checkpoint.step, "metric": metric}
+                (folder / "state.json").write_text(json.dumps(state, indent=1) + "\n", "utf-8")
+            if metric is not None and self._is_best(metric, path.name):
+                atomic.write_text(self.path / "best", f"{path.name}\n")
+            atomic.write_text(self.path / "latest", f"{path.name}\n")
+            self._retain()
+        except (OSError, RuntimeError) as error:
+            raise MorticeError(f"cannot write checkpoint {path}: {error}") from error
+        return path
+
+    def _is_best(self, metric: float, name: str) -> bool:
+        if math.isnan(metric):
+            return False
+        old = self.best()
+        if old is None or old.name == name:
+            return True
+        value = json.loads((old / "state.json").read_text("utf-8"))["metric"]
+        return metric < value if self.best_mode == "min" else metric > value
+
+    def _retain(self) -> None:
+        if self.keep:
+            best = self.best()
+            for path in self.checkpoints()[: -self.keep]:
+                if path != best:
+                    shutil.rmtree(path)
+
+    def checkpoints(self) -> list[Path]:
+        """Complete checkpoints, oldest step first."""
+        found = [p for p in (self.path / "checkpoints").glob("step-*") if (p / "state.json").exists()]
+        return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
+
+    def newest(self) -> Path | None:
+        """The checkpoint of the highest step."""
+        found = self.checkpoints()
+        return found[-1] if found else None
+
+    def best(self) -> Path | None:
+        return self._pointed("best")
+
+    def latest(self) -> Path | None:
+        return self._pointed("latest")
+
+    def _pointed(self, name: str) -> Path | None:
+        file = self.path / name
+        if not file.exists():
+            return None
+        path = self.path / "checkpoints" / file.read_text("utf-8").strip()
+        return path if (path / "state.json").exists() else None
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:05d}"
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Raises CheckpointError for a checkpoint that is missing or damaged."""
+    try:
+        state = json.loads((path / "state.json").read_text("utf-8"))
+        params = mx.load(str(path / "params.safetensors"))
+        optimizer = mx.load(str(path / "optimizer.safetensors"))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{path} is no complete checkpoint: {error}") from error
+    return Checkpoint(state["step"], params, optimizer, state)
+
+
+def _save_arrays(path: Path, arrays: Mapping[str, mx.array]) -> None:
+    mx.save_safetensors(str(path), dict(arrays), metadata={"format": "mlx"})

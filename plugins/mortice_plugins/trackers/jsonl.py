@@ -1,0 +1,55 @@
+"""`metrics.jsonl` in the run folder: one line a step, flushed at once, so that a kill loses one line at most."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from attrs import frozen
+
+from mortice import atomic
+from mortice.protocols import RunInfo
+
+
+@frozen
+class JSONLines:
+    """metrics.jsonl in the run folder: one JSON object a step, `null` for numbers that are not finite."""
+
+    @contextmanager
+    def open(self, run: RunInfo, /) -> Iterator[LiveLines]:
+        path = run.path / "metrics.jsonl"
+        if path.exists():
+            _cut(path, run.start_step)
+        with path.open("a", encoding="utf-8") as file:
+            yield LiveLines(file)
+
+
+@frozen
+class LiveLines:
+    file: TextIO
+
+    def log(self, step: int, metrics: Mapping[str, Any], /) -> None:
+        line = {"step": step} | {name: _finite(value) for name, value in metrics.items()}
+        self.file.write(json.dumps(line, allow_nan=False) + "\n")
+        self.file.flush()
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _cut(path: Path, last: int) -> None:
+    """Keep whole lines up to step `last`: what a run that goes on from there will not write again."""
+
+    def kept(line: str) -> bool:
+        try:
+            return json.loads(line)["step"] <= last
+        except (ValueError, KeyError, TypeError):
+            return False
+
+    lines = [line for line in path.read_text("utf-8").splitlines() if kept(line)]
+    atomic.write_text(path, "".join(f"{line}\n" for line in lines))
