@@ -27,10 +27,9 @@ LOCK = "lock"
 
 @frozen(eq=False)
 class Checkpoint:
-    """A complete state of a run between two optimizer steps."""
+    """A complete state of a run between two optimizer steps, but for the trained weights: those the adapter writes."""
 
     step: int
-    params: Mapping[str, mx.array]
     optimizer: Mapping[str, mx.array]
     """The optimizer's state, flattened."""
     state: Mapping[str, Any] = field(factory=dict)
@@ -108,8 +107,9 @@ class RunFolder:
         try:
             with atomic.writing_folder(path) as folder:
                 write_adapter(folder / "adapter")
-                _save_arrays(folder / "params.safetensors", checkpoint.params)
-                _save_arrays(folder / "optimizer.safetensors", checkpoint.optimizer)
+                mx.save_safetensors(
+                    str(folder / "optimizer.safetensors"), dict(checkpoint.optimizer), metadata={"format": "mlx"}
+                )
                 state = {**checkpoint.state, "step": checkpoint.step, "metric": metric}
                 (folder / "state.json").write_text(json.dumps(state, indent=1) + "\n", "utf-8")
             if metric is not None and self._is_best(metric, path.name):
@@ -168,12 +168,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     """Raises CheckpointError for a checkpoint that is missing or damaged."""
     try:
         state = json.loads((path / "state.json").read_text("utf-8"))
-        params = mx.load(str(path / "params.safetensors"))
         optimizer = mx.load(str(path / "optimizer.safetensors"))
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{path} is no complete checkpoint: {error}") from error
-    return Checkpoint(state["step"], params, optimizer, state)
-
-
-def _save_arrays(path: Path, arrays: Mapping[str, mx.array]) -> None:
-    mx.save_safetensors(str(path), dict(arrays), metadata={"format": "mlx"})
+    return Checkpoint(state["step"], optimizer, state)

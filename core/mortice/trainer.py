@@ -308,7 +308,6 @@ class Trainer:
             return self.folder.newest()
         checkpoint = Checkpoint(
             step=self.step,
-            params=self.params,
             optimizer=dict(tree_flatten(self.optimizer.state)),
             state={
                 "seed": self.seed,
