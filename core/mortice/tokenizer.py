@@ -124,6 +124,12 @@ class Tokenizer:
         return self.backend.get_vocab_size()
 
     @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Every id that is no text: special tokens, and all that end a sequence."""
+        added = self.backend.get_added_tokens_decoder().items()
+        return frozenset(i for i, token in added if token.special) | frozenset(self.eos_ids)
+
+    @cached_property
     def adds_bos(self) -> bool:
         """Whether the tokenizer itself begins a text with BOS."""
         return self.bos_id is not None and list(self.backend.encode("a").ids[:1]) == [self.bos_id]

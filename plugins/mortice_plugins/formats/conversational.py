@@ -1,0 +1,120 @@
+"""What the formats share: messages as they come, the system role, and raw text where there is no template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attrs import frozen
+
+from mortice.conversation import Split, split_answer, split_text
+from mortice.errors import DataError
+from mortice.options import in_, option
+from mortice.tokenizer import Tokenizer
+
+ROLES = ("system", "user", "assistant", "tool", "developer", "function")
+_SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+
+
+@frozen
+class Conversational:
+    """Options of every format that holds prompts and answers."""
+
+    system: str = option(
+        "keep",
+        help='what becomes of system messages: "keep", "merge" into the first user turn, or "drop"',
+        validator=in_(("keep", "merge", "drop")),
+    )
+    template: str = option(
+        "auto",
+        help='"auto": strings become user and assistant turns where the checkpoint has a chat template; '
+        '"none": strings stay raw text',
+        validator=in_(("auto", "none")),
+    )
+
+    def split(self, tokenizer: Tokenizer, prompt: Any, answer: Any, record: Mapping[str, Any]) -> Split:
+        """Prompt and answer, strings or message lists, to token ids. Raises DataError naming what is wrong."""
+        raw = isinstance(prompt, str) and isinstance(answer, str)
+        if raw and (self.template == "none" or not tokenizer.has_template):
+            return split_text(tokenizer, prompt, answer)
+        before = messages(prompt, "prompt", "user")
+        after = messages(answer, "answer", "assistant")
+        if not after or any(m["role"] not in ("assistant", "tool") for m in after):
+            raise DataError(f"an answer holds assistant turns, found {[m['role'] for m in after]}")
+        return split_answer(tokenizer, self.with_system(before, record), after, tools(record))
+
+    def with_system(self, turns: list[dict[str, Any]], record: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Turns with the record's own `system` text in front, then the `system` option applied."""
+        own = record.get("system")
+        if isinstance(own, str) and own and not any(t["role"] == "system" for t in turns):
+            turns = [{"role": "system", "content": own}, *turns]
+        if self.system == "keep":
+            return turns
+        texts = [t["content"] for t in turns if t["role"] == "system"]
+        rest = [t for t in turns if t["role"] != "system"]
+        if self.system == "merge" and texts:
+            first = next((i for i, t in enumerate(rest) if t["role"] == "user"), None)
+            if first is None:
+                raise DataError('system = "merge" needs a user turn')
+            rest[first] = {**rest[first], "content": "\n\n".join([*texts, rest[first]["content"]])}
+        return rest
+
+
+def messages(value: Any, key: str, role: str) -> list[dict[str, Any]]:
+    """A string (one turn of `role`) or a list of messages, checked. Raises DataError naming key and place."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        raise DataError(f"{key!r} must be a string or a list of messages, found {_kind(value)}")
+    return [_message(m, f"{key}[{i}]") for i, m in enumerate(value)]
+
+
+def _message(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise DataError(f"{where} must be a message, found {_kind(value)}")
+    if "from" in value and "value" in value:
+        value = {"role": _SHAREGPT.get(value["from"], value["from"]), "content": value["value"]}
+    role, content = value.get("role"), value.get("content")
+    if role not in ROLES:
+        raise DataError(f"{where}.role is {role!r} (accepted: {', '.join(ROLES)})")
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+        if not all(isinstance(part, str) for part in parts):
+            raise DataError(f"{where}.content holds parts that are not text; only text can be trained on")
+        content = "".join(parts)  # type: ignore[arg-type]
+    if content is None and value.get("tool_calls"):
+        content = ""
+    if not isinstance(content, str):
+        raise DataError(f"{where}.content must be text, found {_kind(content)}")
+    return {**value, "role": role, "content": content}
+
+
+def tools(record: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
+    """Tool schemas of a record. Raises DataError where they are no list of objects."""
+    value = record.get("tools")
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
+        raise DataError(f"'tools' must be a list of objects, found {_kind(value)}")
+    return value
+
+
+def weight(record: Mapping[str, Any]) -> float:
+    """The record's own weight, 1 by default. Raises DataError for anything but a number of 0 or more."""
+    value = record.get("weight", 1.0)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+        raise DataError(f"'weight' must be a number of 0 or more, found {value!r}")
+    return float(value)
+
+
+def text_of(record: Mapping[str, Any], key: str) -> Any:
+    """A string or a list under `key`. Raises DataError for anything else."""
+    value = record[key]
+    if not isinstance(value, (str, list)):
+        raise DataError(f"{key!r} must be a string or a list of messages, found {_kind(value)}")
+    return value
+
+
+def _kind(value: Any) -> str:
+    names = {"NoneType": "null", "dict": "an object", "list": "a list", "str": "a string", "bool": "a boolean"}
+    return names.get(type(value).__name__, f"the number {value!r}")
