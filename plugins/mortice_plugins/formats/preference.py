@@ -47,7 +47,7 @@ class Preference(Conversational):
 
 
 def shared_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
-    """The messages that two conversations begin with, and the rest of each. Raises DataError where nothing is shared."""
+    """The messages that two conversations begin with, and the rest of each. Raises DataError for none."""
     if isinstance(chosen, str) or isinstance(rejected, str):
         raise DataError("without 'prompt', 'chosen' and 'rejected' must be message lists that begin alike")
     same = 0

@@ -55,7 +55,7 @@ class _Running:
         if spread is not None:
             spread = rescale * (spread + shift * self.total) + (weights * z).sum(axis=1)
         if expected is not None:
-            expected = rescale[:, None] * expected + block.pull(weights * output.slope(raw))
+            expected = rescale[:, None] * expected + block.pull(_sloped(weights, raw, output))
         total = rescale * self.total + weights.sum(axis=1)
         return _Running(peak, total, block.pick(raw, targets, self.target), spread, expected)
 
@@ -164,10 +164,15 @@ def output_gradients(
             raw = block.project(h)  # [t, v]
             p = mx.exp(output.finish(raw) - lse[start:stop, None])
             hit = targets[start:stop, None] == places
-            g = dlogprobs[start:stop, None] * (hit - p) * output.slope(raw)
+            g = _sloped(dlogprobs[start:stop, None] * (hit - p), raw, output)
             output.accumulate(h, g, block.start, block.stop, gradients)
             barrier.done(list(gradients.values()))
     return gradients
+
+
+def _sloped(x: mx.array, raw: mx.array, output: Output) -> mx.array:
+    """x · slope, `[t, v]`; no array is made of a slope that is 1 everywhere."""
+    return x if output.softcap is None and output.temperature == 1.0 else x * output.slope(raw)
 
 
 def _spans(count: int, size: int) -> Iterator[tuple[int, int]]:

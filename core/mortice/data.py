@@ -1,0 +1,201 @@
+"""Files of records to groups: reading, checking, cutting to length, counting. Nothing is lost in silence.
+
+JSON Lines (UTF-8 with or without BOM, any line ending, blank lines allowed), or a .json file that holds one list.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from attrs import asdict, define, evolve
+
+from mortice.batch import Group
+from mortice.errors import DataError, nearest
+from mortice.protocols import DataFormat
+from mortice.tokenizer import Tokenizer
+
+MOST_PROBLEMS = 20
+"""Bad rows that one message lists."""
+
+
+class Lengths(Protocol):
+    """The part of the `[data]` table that reading needs."""
+
+    max_length: int
+    truncation: str
+    limit: int | None
+
+
+@define
+class DataCounts:
+    """What became of the rows of one file."""
+
+    rows: int = 0
+    kept: int = 0
+    prompts_cut: int = 0
+    """Groups whose prompt was shortened."""
+    completions_cut: int = 0
+    """Groups whose longest completion alone did not fit; its end is gone, EOS included."""
+    dropped: int = 0
+    """Groups that were left with nothing to score."""
+    identical_pairs: int = 0
+    """Pairs whose two answers are the same: no preference to learn."""
+    different_prompts: int = 0
+    """Groups whose completions were tokenized with different prompts; no layout can share those."""
+    extra_keys: tuple[str, ...] = ()
+    """Keys of the records that the format does not read."""
+
+    def messages(self, file: Path, max_length: int) -> Iterator[tuple[str, tuple[str, int]]]:
+        """(what to say, (name, count)) of everything a user should know."""
+        for name, text in (
+            ("prompts_cut", f"prompts shortened to fit max_length {max_length}"),
+            ("completions_cut", f"answers longer than max_length {max_length}, cut at their end"),
+            ("dropped", "rows dropped, with nothing left to score"),
+            ("identical_pairs", "pairs whose chosen and rejected answers are identical: no preference signal"),
+            ("different_prompts", "groups whose answers follow different prompts: they cannot share one"),
+        ):
+            count = getattr(self, name)
+            if count:
+                yield f"{file.name}: {count} of {self.rows} {text}", (f"data_{name}", count)
+        if self.extra_keys:
+            yield f"{file.name}: keys not read: {', '.join(self.extra_keys)}", ("data_extra_keys", len(self.extra_keys))
+
+    def asdict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read_records(file: Path) -> Iterator[tuple[str, Any]]:
+    """(`file:line`, record or the DataError that says why there is none) for each record.
+
+    Raises DataError for a file that is missing or empty, or a .json file that holds no list.
+    """
+    try:
+        text = file.read_text("utf-8-sig")
+    except FileNotFoundError as error:
+        raise DataError(f"data file not found: {file.absolute()}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file.absolute()} is not UTF-8 (byte {error.start})") from error
+    except OSError as error:
+        raise DataError(f"cannot read {file.absolute()}: {error.strerror}") from error
+    if not text.strip():
+        raise DataError(f"data file is empty: {file.absolute()}")
+    if file.suffix == ".json":
+        try:
+            records = json.loads(text)
+        except ValueError as error:
+            raise DataError(f"{file}: {error}") from error
+        if not isinstance(records, list):
+            raise DataError(f"{file}: a .json file must hold a list of records, found {type(records).__name__}")
+        yield from ((f"{file.name}[{i}]", record) for i, record in enumerate(records))
+        return
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{file.name}:{number}"
+        try:
+            yield where, json.loads(line)
+        except ValueError as error:
+            yield where, DataError(f"no JSON: {error}")
+
+
+def load_groups(
+    file: Path, form: DataFormat, tokenizer: Tokenizer, options: Lengths, *, name: str = ""
+) -> tuple[list[Group], DataCounts]:
+    """Every usable record of a file as a group, and the counts of what was cut and dropped.
+
+    `name` is the format's, for messages. Raises one DataError that lists all bad rows (the first 20 and how many
+    more), or that says why nothing is left to train on.
+    """
+    counts = DataCounts()
+    groups: list[Group] = []
+    problems: list[str] = []
+    extra: dict[str, None] = {}
+    for where, record in read_records(file):
+        if options.limit is not None and counts.rows >= options.limit:
+            break
+        counts.rows += 1
+        try:
+            _check_record(record, form, name)
+            extra |= dict.fromkeys(key for key in record if key not in form.keys)
+            group = form(record, tokenizer, source=where).group
+        except DataError as error:
+            problems.append(f"{where}: {error}")
+            continue
+        cut = truncate(group, options.max_length, options.truncation, tokenizer.bos_id, counts)
+        if cut is not None:
+            groups.append(cut)
+            counts.identical_pairs += any(cut.completions[c].ids == cut.completions[r].ids for c, r in cut.pairs)
+            counts.different_prompts += not cut.one_prompt
+    counts.kept, counts.extra_keys = len(groups), tuple(extra)
+    if problems:
+        shown = "\n  ".join(problems[:MOST_PROBLEMS])
+        more = f"\n  and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
+        raise DataError(f"{file.absolute()}: {len(problems)} bad of {counts.rows} rows\n  {shown}{more}")
+    if not groups:
+        raise DataError(
+            f"{file.absolute()}: nothing is left to train on; all {counts.rows} rows were dropped because no token to "
+            f"score fits max_length {options.max_length}"
+        )
+    if "pairs" in form.provides and counts.identical_pairs == len(groups):
+        raise DataError(
+            f"{file.absolute()}: in every one of the {len(groups)} pairs chosen and rejected are identical; "
+            "there is nothing to prefer"
+        )
+    return groups, counts
+
+
+def _check_record(record: Any, form: DataFormat, name: str) -> None:
+    schema = (inspect.getdoc(form) or "").partition("\n")[0]
+    accepted = f"format {name or type(form).__name__.lower()} reads {schema}"
+    if isinstance(record, DataError):
+        raise record
+    if not isinstance(record, Mapping):
+        raise DataError(f"expected a JSON object, found {type(record).__name__}; {accepted}")
+    if not form.matches(record):
+        required = getattr(form, "required", tuple(sorted(form.keys)))
+        lacking = [key for key in required if key not in record]
+        found = ", ".join(map(repr, record)) or "no key at all"
+        guess = next((f"; is {hit!r} meant as {key!r}?" for key in lacking if (hit := nearest(key, record))), "")
+        raise DataError(f"no {' and no '.join(map(repr, lacking))}, found {found}{guess}; {accepted}")
+
+
+def truncate(
+    group: Group, max_length: int, side: str, bos_id: int | None, counts: DataCounts | None = None
+) -> Group | None:
+    """The group with prompt and longest completion within `max_length` tokens, or None where nothing is left to score.
+
+    Completions are kept and the prompt is shortened, one cut for the whole group: `keep-end` keeps its last tokens (and
+    a leading BOS), `keep-start` its first. One prompt token always stays; a completion that does not fit behind it
+    loses its end.
+    """
+    counts = counts or DataCounts()
+    room = max_length - 1
+    completions = [
+        evolve(c, ids=c.ids[:room], loss_mask=c.loss_mask[:room]) if len(c.ids) > room else c
+        for c in group.completions
+    ]  # fmt: skip
+    counts.completions_cut += any(len(c.ids) > room for c in group.completions)
+    if not all(any(c.loss_mask) for c in completions):
+        counts.dropped += 1
+        return None
+    budget = max_length - max(len(c.ids) for c in completions)
+    counts.prompts_cut += any(len(group.prompt_of(k)) > budget for k in range(len(completions)))
+    completions = [
+        c if c.prompt_ids is None else evolve(c, prompt_ids=_cut(c.prompt_ids, budget, side, bos_id))
+        for c in completions
+    ]
+    return evolve(group, prompt_ids=_cut(group.prompt_ids, budget, side, bos_id), completions=tuple(completions))
+
+
+def _cut(ids: tuple[int, ...], budget: int, side: str, bos_id: int | None) -> tuple[int, ...]:
+    if len(ids) <= budget:
+        return ids
+    if side == "keep-start":
+        return ids[:budget]
+    if bos_id is not None and ids[0] == bos_id and budget > 1:
+        return (ids[0], *ids[len(ids) - budget + 1 :])
+    return ids[len(ids) - budget :]
