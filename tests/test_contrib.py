@@ -76,5 +76,11 @@ def test_trains_like_a_built_in(monkeypatch):
     assert before.loss - after.loss == pytest.approx(step * global_norm(gradients).item() ** 2, rel=0.05)
 
 
+def test_the_guide_shows_the_module_as_it_is():
+    guide = (ROOT / "docs" / "writing-a-loss.md").read_text()
+    shown = guide.partition("```python\n")[2].partition("```")[0]
+    assert shown.strip() in (SIMPO / "mortice_simpo.py").read_text()
+
+
 def test_its_own_tests_pass():
     run(["-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(SIMPO / "pyproject.toml"), str(SIMPO)], str(SIMPO))
