@@ -52,7 +52,7 @@ def test_found_with_its_provider_and_gone_again(installed):
 
 
 def test_trains_like_a_built_in(monkeypatch):
-    """A small step along its gradient takes off what the gradient says, through the head and the backward that know nothing of it."""
+    """A small step along its gradient takes off what the gradient says: head and backward need not know it."""
     from toy_model import toy
 
     from mortice.batch import Completion, Group

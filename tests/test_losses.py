@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 from attrs import evolve
 
-from mortice.batch import Completion, Group, TokenLogprobs
+from mortice.batch import Completion, Group, LossOutput, TokenLogprobs
 from mortice.testing import LossSuite, loss_value, make_batch, make_group, make_scores
 from mortice_plugins.losses.orpo import ORPO, log1mexp
 from mortice_plugins.losses.sft import SFT
@@ -29,6 +29,43 @@ class TestORPO(LossSuite):
 
 class TestORPOResponse(LossSuite):
     loss = ORPO(sft_scope="response")
+
+
+class MeanOfMeans:
+    def __call__(self, scores, batch):
+        return LossOutput({"nll": (-batch.mean(scores.logprobs).mean(), 1)})
+
+
+class Detached:
+    def __call__(self, scores, batch):
+        return LossOutput({"nll": (-mx.stop_gradient(scores.logprobs).sum(), batch.lengths.sum())})
+
+
+class CountsHits:
+    def __call__(self, scores, batch):
+        return LossOutput({"nll": (-scores.logprobs.sum(), (scores.logprobs > -1.0).sum() + 1)})
+
+
+class ReadsPrompts:
+    def __call__(self, scores, batch):
+        return LossOutput({"nll": (-scores.logprobs.sum(), batch.lengths.sum())})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "test"),
+    [
+        (MeanOfMeans(), "test_micro_batches_do_not_matter"),
+        (Detached(), "test_gradient_reaches_the_scores"),
+        (CountsHits(), "test_counts_do_not_depend_on_scores"),
+        (ReadsPrompts(), "test_prompt_targets_of_other_losses_do_not_matter"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_the_suite_finds_what_is_wrong(wrong, test):
+    suite = LossSuite()
+    suite.loss = wrong
+    with pytest.raises(AssertionError):
+        getattr(suite, test)()
 
 
 def value(loss, groups, logprobs, prompts=None) -> float:

@@ -30,6 +30,10 @@ def _ids(value: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(v) for v in value)
 
 
+def _bools(value: Iterable[Any]) -> tuple[bool, ...]:
+    return tuple(bool(v) for v in value)
+
+
 def _floats(value: Sequence[float] | None) -> tuple[float, ...] | None:
     return None if value is None else tuple(float(v) for v in value)
 
@@ -39,7 +43,7 @@ class Completion:
     """One answer: its token ids (the end-of-turn id included where there is one) and what is known of it."""
 
     ids: tuple[int, ...] = field(converter=_ids)
-    loss_mask: tuple[bool, ...] = field(converter=lambda m: tuple(bool(v) for v in m))
+    loss_mask: tuple[bool, ...] = field(converter=_bools)
     weight: float = 1.0
     text: str | None = None
     prompt_ids: tuple[int, ...] | None = None
@@ -123,6 +127,10 @@ def _int32(value: Any) -> np.ndarray:
     return np.asarray(value, dtype=np.int32)
 
 
+def _bool_array(value: Any) -> np.ndarray:
+    return np.asarray(value, dtype=bool)
+
+
 @frozen(eq=False)
 class Row:
     """Flat token ids `[T]`, the spans that tile them, and what is scored. No padding.
@@ -139,7 +147,7 @@ class Row:
     target: np.ndarray = field(converter=_int32)
     owner: np.ndarray = field(converter=_int32)
     place: np.ndarray = field(converter=_int32)
-    is_prompt: np.ndarray = field(converter=lambda v: np.asarray(v, dtype=bool))
+    is_prompt: np.ndarray = field(converter=_bool_array)
 
     @property
     def length(self) -> int:

@@ -38,7 +38,8 @@ def loss_value(outputs: Sequence[LossOutput]) -> float:
 
 
 def number(value: Any) -> float:
-    return float(mx.array(value).item())
+    item: Any = mx.array(value).item()
+    return float(item)
 
 
 class LossSuite:

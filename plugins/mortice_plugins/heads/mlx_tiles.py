@@ -97,13 +97,12 @@ class _Block:
     def pull(self, g: mx.array) -> mx.array:
         return self.output.pull(g, self.start, self.stop) if self.rows is None else g @ self.rows
 
-    def inside(self, targets: mx.array) -> mx.array:
-        return (targets >= self.start) & (targets < self.stop)
-
     def pick(self, raw: mx.array, targets: mx.array, before: mx.array) -> mx.array:
         """The raw logits of those targets that lie in the block, `before` for the others."""
-        place = mx.clip(targets - self.start, 0, self.stop - self.start - 1)
-        return mx.where(self.inside(targets), mx.take_along_axis(raw, place[:, None], axis=1).squeeze(1), before)
+        place = targets - self.start
+        inside = (place >= 0) & (place < self.stop - self.start)
+        place = mx.where(inside, place, 0)
+        return mx.where(inside, mx.take_along_axis(raw, place[:, None], axis=1).squeeze(1), before)
 
 
 class _Barrier:
@@ -131,21 +130,25 @@ def score(
 ) -> TokenLogprobs:  # fmt: skip
     """Log-probabilities of `targets [M]` from `hidden [M, D]`, in tiles of (tokens, vocabulary)."""
     count, width = hidden.shape
-    tiles = list(_spans(count, tile[0]))
-    if not tiles:
+    if not count:
         return _nothing(width, grad=grad, entropy=entropy)
+    tiles = [(hidden[start:stop], targets[start:stop]) for start, stop in _spans(count, tile[0])]
     barrier = _Barrier(traced=traced)
-    running = [_Running.start(stop - start, width, grad=grad, entropy=entropy) for start, stop in tiles]
+    running = [_Running.start(len(y), width, grad=grad, entropy=entropy) for _, y in tiles]
     for block in _blocks(output, tile[1], barrier):
-        for i, (start, stop) in enumerate(tiles):
-            running[i] = running[i].add(block, barrier.after(hidden[start:stop]), targets[start:stop])
+        for i, (h, y) in enumerate(tiles):
+            running[i] = running[i].add(block, barrier.after(h), y)
             barrier.done(running[i].arrays())
-    found = [r.scores(targets[start:stop], output) for r, (start, stop) in zip(running, tiles)]
+    found = [r.scores(y, output) for r, (_, y) in zip(running, tiles)]
+
+    def joined(name: str) -> mx.array:
+        return mx.concatenate([getattr(scores, name) for scores in found])
+
     return TokenLogprobs(
-        mx.concatenate([s.logprobs for s in found]),
-        lse=mx.concatenate([s.lse for s in found]),
-        entropy=mx.concatenate([s.entropy for s in found]) if entropy else None,
-        dhidden=mx.concatenate([s.dhidden for s in found]) if grad else None,
+        joined("logprobs"),
+        lse=joined("lse"),
+        entropy=joined("entropy") if entropy else None,
+        dhidden=joined("dhidden") if grad else None,
     )
 
 
