@@ -6,6 +6,7 @@ the key. Here every field is converted and validated by itself, so that one mess
 
 from __future__ import annotations
 
+import contextlib
 import math
 import types
 import typing
@@ -117,10 +118,8 @@ def fields(cls: type) -> dict[str, attrs.Attribute[Any]]:
     """The options of a class by name, with resolved types."""
     if not attrs.has(cls):
         return {}
-    try:
+    with contextlib.suppress(NameError):  # a name that only a type checker imports: the option keeps its text as type
         attrs.resolve_types(cls)
-    except NameError:  # a name that only a type checker imports: that option keeps its text as type
-        pass
     return {a.name: a for a in attrs.fields(cls) if a.init and not a.name.startswith("_")}
 
 

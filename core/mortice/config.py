@@ -1,0 +1,636 @@
+"""The run file's meaning: tables to options and strategies, with the origin of every value.
+
+Precedence: flag > file > profile of the loss > default, also for false, 0 and empty lists. All errors come in one
+message, each with file and line, dotted key, what was found, what is allowed and the nearest valid name.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+from attrs import define, evolve, field, frozen
+
+from mortice.errors import ConfigError, MorticeError, PluginError, nearest, suggest
+from mortice.hookspecs import HOOKS
+from mortice.hub import looks_like_hub_id
+from mortice.options import ge, gt, in_, option, optional
+from mortice.plugins import Plugins, load_plugins
+from mortice.registry import Strategy
+from mortice.runfile import Key, RunFile, apply_settings, from_tables, read_run_file
+from mortice.structure import fields, structure
+
+
+@frozen
+class PluginOptions:
+    """Which plugins a run uses."""
+
+    enable: list[str] | None = option(None, help="entry points to enable (name, or dist:name); default: all installed")
+    disable: list[str] = option(factory=list, help="entry points to leave out")
+    strict: bool = option(False, help="stop when any enabled plugin fails to import")
+
+
+@frozen
+class ModelOptions:
+    """The model."""
+
+    path: str | None = option(None, help="model folder, or hub id")
+    config: str | None = option(None, help='config.json of a model to start from nothing (init = "random")')
+    init: str = option(
+        "pretrained", help='"pretrained" weights, or "random" ones', validator=in_(("pretrained", "random"))
+    )
+    dtype: str = option(
+        "auto",
+        help='type of the float weights; "auto" keeps them as stored and computes in float32 on the CPU',
+        validator=in_(("auto", "float32", "bfloat16", "float16")),
+    )
+
+    def __attrs_post_init__(self) -> None:
+        if self.init == "random" and self.config is None:
+            raise ValueError('init = "random" needs config: the config.json of the model to make')
+        if self.init == "pretrained" and self.path is None:
+            raise ValueError('path is required: a model folder or a hub id (or init = "random" with config)')
+
+
+@frozen
+class DataOptions:
+    """The data; further keys are options of the format."""
+
+    format: str = option(help="kind of records (`mortice list data`)")
+    train: Path | None = option(None, help="training file: JSON Lines, or a .json list")
+    valid: Path | None = option(None, help="validation file; without it there is no evaluation")
+    max_length: int = option(2048, help="most tokens of prompt and longest completion together", validator=ge(2))
+    truncation: str = option(
+        "keep-end",
+        help='which end of a prompt that is too long stays: "keep-end" or "keep-start"',
+        validator=in_(("keep-end", "keep-start")),
+    )
+    limit: int | None = option(None, help="read only the first rows of each file", validator=optional(ge(1)))
+
+
+@frozen
+class TrainOptions:
+    """The loop."""
+
+    steps: int | None = option(None, help="optimizer steps (or give epochs)", validator=optional(ge(1)))
+    epochs: float | None = option(None, help="times every row is visited (default 1)", validator=optional(gt(0)))
+    batch_size: int = option(8, help="groups a step: examples, pairs or prompts", validator=ge(1))
+    micro_batch_size: int = option(1, help="groups that run at once; any number gives the same step", validator=ge(1))
+    seed: int = option(0, help="names every random draw: order, initial values, dropout")
+    clip_norm: float = option(1.0, help="largest norm of a step's gradient; 0 turns clipping off", validator=ge(0))
+    max_nonfinite: int = option(5, help="steps in a row with a non-finite gradient that end a run", validator=ge(1))
+    validate_every: int | None = option(
+        None, help="steps between validations (default: ten in a run)", validator=optional(ge(1))
+    )
+    save_every: int = option(100, help="steps between checkpoints", validator=ge(1))
+    keep: int = option(2, help="checkpoints kept beside the best one; 0 for all", validator=ge(0))
+    best: str | None = option(None, help="metric of the best checkpoint (default valid/loss)")
+    best_mode: str = option("min", help='"min" or "max" is better', validator=in_(("min", "max")))
+    cache_limit: float = option(2.0, help="most GB that MLX's allocator keeps unused", validator=ge(0))
+
+    def __attrs_post_init__(self) -> None:
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError("steps and epochs both say how long to train; give one of them")
+
+
+@frozen
+class ContextOptions:
+    """How a forward pass goes through a row. None of these changes a result."""
+
+    attention_chunk: str | int = option(
+        "auto", help='queries a chunk in full attention; 0 never, "auto": 128 on the CPU, else 0'
+    )
+    mlp_chunk: int = option(0, help="tokens a chunk in MLPs, recomputed in the backward; 0 for whole", validator=ge(0))
+
+    @attention_chunk.validator  # type: ignore[attr-defined, untyped-decorator]
+    def _auto_or_size(self, attribute: Any, value: Any) -> None:
+        if value != "auto" and (isinstance(value, str) or value < 0):
+            raise ValueError(f'must be "auto" or a number of queries, found {value!r}')
+
+
+@frozen
+class ReferenceOptions:
+    """The reference policy, where a loss needs one."""
+
+    policy: str = option("initial", help='"initial": the adapter a run starts from; "base"; or an adapter folder')
+
+
+@frozen
+class RunOptions:
+    """Where a run is kept."""
+
+    path: Path | None = option(None, help="run folder (default: runs/ and the run file's name, numbered)")
+
+
+CORE_TABLES: dict[str, type] = {
+    "plugins": PluginOptions,
+    "model": ModelOptions,
+    "data": DataOptions,
+    "train": TrainOptions,
+    "context": ContextOptions,
+    "reference": ReferenceOptions,
+    "run": RunOptions,
+}
+STRATEGY_TABLES = tuple(k for k in HOOKS if k not in ("model", "data", "task"))
+LISTS = ("loss", "tracker", "reward", "controller")
+"""Kinds of which a run may take several, as `[[kind]]`."""
+PATHS = {
+    ("model", "path"), ("model", "config"), ("data", "train"), ("data", "valid"), ("reference", "policy"),
+    ("run", "path"),
+}  # fmt: skip
+OPTIONAL = ("rollout", "reward", "controller")
+"""Kinds that a run may do without."""
+
+
+@frozen
+class Chosen:
+    """A strategy of a run with its options."""
+
+    kind: str
+    name: str
+    provider: str
+    options: Any
+    """The configured instance."""
+    weight: float = 1.0
+
+
+@frozen(eq=False)
+class RunConfig:
+    """A run as it is in force."""
+
+    file: RunFile = field(repr=False)
+    plugins: Plugins = field(repr=False)
+    model: ModelOptions
+    data: DataOptions
+    train: TrainOptions
+    context: ContextOptions
+    reference: ReferenceOptions
+    chosen: tuple[Chosen, ...]
+    """Every strategy, in the order of the tables; the data format among them."""
+    run_path: Path
+    """The run folder, absolute."""
+    origins: Mapping[Key, str] = field(factory=dict, repr=False)
+
+    @property
+    def notices(self) -> list[str]:
+        return self.file.notices
+
+    def all(self, kind: str) -> list[Chosen]:
+        return [c for c in self.chosen if c.kind == kind]
+
+    def one(self, kind: str) -> Any:
+        """The configured strategy of a kind, or None."""
+        found = self.all(kind)
+        return found[0].options if found else None
+
+    @property
+    def losses(self) -> list[tuple[float, Any]]:
+        return [(c.weight, c.options) for c in self.all("loss")]
+
+    @property
+    def loss_names(self) -> list[str]:
+        return [c.name for c in self.all("loss")]
+
+    @property
+    def trackers(self) -> list[Any]:
+        return [c.options for c in self.all("tracker")]
+
+    @property
+    def rewards(self) -> list[Any]:
+        return [c.options for c in self.all("reward")]
+
+    @property
+    def controllers(self) -> list[tuple[str, Any]]:
+        return [(c.name, c.options) for c in self.all("controller")]
+
+    @property
+    def format(self) -> Any:
+        return self.one("data")
+
+    def __getattr__(self, name: str) -> Any:
+        if name in STRATEGY_TABLES and name not in LISTS:
+            return self.one(name)
+        raise AttributeError(name)
+
+    def with_overrides(self, changes: Mapping[str, Any], origin: str = "controller") -> RunConfig:
+        """The same run with other values, checked like those of a file. Raises ConfigError."""
+        file = from_tables(self.file.tables)
+        file = evolve(file, base=self.file.base, label=self.file.label, origins=dict(self.file.origins))
+        for name, value in changes.items():
+            key = tuple(name.split("."))
+            if key[0] in LISTS and isinstance(file.tables.get(key[0]), list) and not key[1].isdigit():
+                key = (key[0], "0", *key[1:])
+            file.put(key, value, origin)
+        return evolve(_build(file, self.plugins, check_files=False), run_path=self.run_path)
+
+    def effective_toml(self) -> str:
+        """The run as a file that reproduces it from any folder, with the origin of every value as a comment."""
+        return effective_toml(self)
+
+
+def load_config(
+    path: str | Path,
+    *,
+    settings: Sequence[str] = (),
+    strategies: Mapping[str, str] | None = None,
+    run_path: Path | None = None,
+    entry_points: Any = None,
+) -> RunConfig:
+    """Read a run file. `settings` are `table.key=value` strings, `strategies` names by kind, as flags give them.
+
+    Raises ConfigError (or PluginError) with everything that is wrong.
+    """
+    return _load(read_run_file(path), settings, strategies or {}, run_path, entry_points, Path(path).stem)
+
+
+def config_from_dict(
+    tables: Mapping[str, Any],
+    *,
+    settings: Sequence[str] = (),
+    strategies: Mapping[str, str] | None = None,
+    entry_points: Any = None,
+) -> RunConfig:
+    """The same from a mapping of tables; paths are relative to the working directory."""
+    return _load(from_tables(tables), settings, strategies or {}, None, entry_points, "run")
+
+
+def _load(
+    file: RunFile,
+    settings: Sequence[str],
+    strategies: Mapping[str, str],
+    run_path: Path | None,
+    entry_points: Any,
+    stem: str,
+) -> RunConfig:
+    for kind, name in strategies.items():
+        _swap(file, kind, name)
+    apply_settings(file, settings)
+    if run_path is not None:
+        file.put(("run", "path"), str(run_path), "--run")
+    own, errors = structure(PluginOptions, _table(file, "plugins"))
+    if errors:
+        raise ConfigError("\n".join(_lines(file, ("plugins",), PluginOptions, errors)))
+    plugins = load_plugins(
+        own.enable, own.disable, strategies=strategies.items(), strict=own.strict, entry_points=entry_points
+    )
+    if own.enable is not None:
+        on = [p.entry.name for p in plugins.plugins if p.status != "off" and p.entry.name not in own.enable]
+        added = [name for name in on if name != "basics"]
+        if added:
+            file.put(("plugins", "enable"), [*own.enable, *added], f"--{next(iter(strategies))}")
+    return _build(file, plugins, stem=stem)
+
+
+def _swap(file: RunFile, kind: str, name: str) -> None:
+    """Take another strategy of a kind. Options of the one in the file go with it, and that is said."""
+    table = file.tables.get(kind)
+    same = isinstance(table, dict) and table.get("name", "").rpartition(":")[2] == name.rpartition(":")[2]
+    if table and not same:
+        had = [t.get("name") for t in (table if isinstance(table, list) else [table]) if isinstance(t, dict)]
+        options = [k for k in table if k != "name"] if isinstance(table, dict) else []
+        left = f"; its options ({', '.join(options)}) are left out" if options else ""
+        names = ", ".join(map(repr, had))
+        file.notices.append(f"--{kind} {name} takes the place of {kind} {names} in {file.label}{left}")
+        file.drop((kind,))
+    if not (same and table.get("name") == name):
+        file.put((kind, "name"), name, f"--{kind}")
+
+
+def _table(file: RunFile, name: str) -> Mapping[str, Any]:
+    value = file.tables.get(name, {})
+    return value if isinstance(value, dict) else {}
+
+
+@define
+class _Reader:
+    """Collects what is wrong while tables are read."""
+
+    file: RunFile
+    plugins: Plugins
+    errors: list[str] = field(factory=list)
+    profile: dict[Key, tuple[Any, str]] = field(factory=dict)
+
+    def say(self, key: Key, text: str) -> None:
+        self.errors.append(f"{self.file.where(key)}{'.'.join(key)}: {text}")
+
+    def core(self, name: str, extra: type | None = None) -> Any:
+        """One of the core's tables; keys of `extra` (a format's options) are left to it."""
+        cls = CORE_TABLES[name]
+        table = self.tables(name)[0][1]
+        known = fields(cls)
+        others = fields(extra) if extra is not None else {}
+        values = {k: v for k, v in table.items() if k in known}
+        for key, (value, _) in self.profile.items():
+            if key[0] == name and key[1] in known and key[1] not in values:
+                values[key[1]] = value
+        for key in table:
+            if key not in known and key not in others:
+                self.unknown((name,), key, [*known, *others])
+        for key, value in list(values.items()):
+            if (name, key) in PATHS and isinstance(value, str):
+                values[key] = self.path((name, key), value)
+        return self.instance((name,), cls, values)
+
+    def tables(self, name: str) -> list[tuple[Key, dict[str, Any]]]:
+        """The tables of a name with their keys: one, or those of a list."""
+        value = self.file.tables.get(name, {})
+        if isinstance(value, dict):
+            return [((name,), value)]
+        if isinstance(value, list) and name in LISTS and all(isinstance(item, dict) for item in value):
+            return [((name, str(i)), item) for i, item in enumerate(value)]
+        want = f"a table [{name}]" + (f" or a list of tables [[{name}]]" if name in LISTS else "")
+        self.say((name,), f"expected {want}, found {value!r}")
+        return [((name,), {})]
+
+    def strategies(self, kind: str) -> list[Chosen]:
+        """The strategies of a kind that the file names, or the default ones."""
+        if kind not in self.file.tables:
+            profiled = self.profile.get((kind, "name"))
+            if profiled is not None:
+                return self.some([self.strategy((kind,), kind, {"name": profiled[0]})])
+            defaults = self.plugins.registry.defaults(kind)
+            if not defaults and kind not in OPTIONAL:
+                names = ", ".join(self.plugins.registry.names(kind)) or "none"
+                self.say((kind,), f"required: add a table [{kind}] with a name (available: {names})")
+            return self.some([self.strategy((kind,), kind, {"name": s.name}) for s in defaults])
+        return self.some([self.strategy(key, kind, table) for key, table in self.tables(kind)])
+
+    @staticmethod
+    def some(found: list[Chosen | None]) -> list[Chosen]:
+        return [c for c in found if c is not None]
+
+    def strategy(self, where: Key, kind: str, table: Mapping[str, Any]) -> Chosen | None:
+        name = table.get("name", (self.profile.get((kind, "name")) or (None,))[0])
+        if name is None:
+            defaults = self.plugins.registry.defaults(kind)
+            if len(defaults) != 1:
+                self.say((*where, "name"), f"required (available: {', '.join(self.plugins.registry.names(kind))})")
+                return None
+            name = defaults[0].name
+        if not isinstance(name, str):
+            self.say((*where, "name"), f"expected a string, found {name!r}")
+            return None
+        found = self.lookup((*where, "name"), kind, name)
+        if found is None:
+            return None
+        cls = found.load()
+        own = fields(cls)
+        values = {k: v for k, v in table.items() if k != "name"}
+        weight = values.pop("weight", 1.0) if kind == "loss" and "weight" not in own else 1.0
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)):
+            self.say((*where, "weight"), f"expected a number, found {weight!r}")
+        for key, (value, _) in self.profile.items():
+            if key[0] == kind and key[1] in own and key[1] not in values:
+                values[key[1]] = value
+        for key in list(values):
+            if key not in own:
+                self.unknown(where, key, list(own), kind)
+                del values[key]
+        instance = self.instance(where, cls, values)
+        return None if instance is None else Chosen(kind, found.name, found.provider, instance, weight)
+
+    def lookup(self, key: Key, kind: str, name: str) -> Strategy | None:
+        """Raises PluginImportFailed, whose cause is worth a message of its own; other errors are collected."""
+        try:
+            return self.plugins.get(kind, name)
+        except PluginError as error:
+            if error.__cause__ is not None:
+                raise
+            self.errors.append(f"{self.file.where(key)}{'.'.join(key)}: {error}")
+            return None
+
+    def instance(self, where: Key, cls: type, values: Mapping[str, Any]) -> Any:
+        found, errors = structure(cls, values)
+        self.errors += _lines(self.file, where, cls, errors)
+        return found
+
+    def unknown(self, where: Key, key: str, known: Sequence[str], kind: str | None = None) -> None:
+        """A key that its table does not have: where it belongs, or what it may be meant for."""
+        elsewhere = [t for t, cls in CORE_TABLES.items() if key in fields(cls) and t != where[0]]
+        elsewhere += [c.kind for c in self.choices() if key in fields(type(c.options)) and c.kind != where[0]]
+        rivals: list[str] = []
+        if kind is not None:
+            for s in self.plugins.registry.all(kind):
+                try:
+                    rivals += [s.name] if key in fields(s.load()) else []
+                except Exception:  # a strategy that cannot be imported has no say in a hint
+                    continue
+        hit = nearest(key, known)
+        if hit:
+            hint = f"; did you mean {hit!r}?"
+        elif rivals:
+            hint = f"; it is an option of {kind} {' and '.join(map(repr, rivals))}"
+        elif elsewhere:
+            hint = f"; it belongs in [{elsewhere[0]}]"
+        else:
+            hint = ""
+        allowed = ", ".join(sorted(known)) or "none"
+        self.say((*where, key), f"unknown key{hint} (allowed here: {allowed})")
+
+    def choices(self) -> Iterator[Chosen]:
+        """Default strategies, for hints on where a key belongs."""
+        for kind in STRATEGY_TABLES:
+            for s in self.plugins.registry.defaults(kind)[:1]:
+                found, _ = structure(s.load(), {})
+                if found is not None:
+                    yield Chosen(kind, s.name, s.provider, found)
+
+    def path(self, key: Key, value: str) -> str:
+        """A path made absolute: relative to the file, or to the working directory where a flag gave it."""
+        if key == ("reference", "policy") and value in ("initial", "base"):
+            return value
+        base = Path.cwd() if self.file.from_flag(key) else self.file.base
+        full = Path(value).expanduser()
+        full = full if full.is_absolute() else base / full
+        full = Path(*full.parts) if ".." not in full.parts else full.resolve()
+        if key == ("model", "path") and not full.exists() and looks_like_hub_id(value) and not full.parent.is_dir():
+            return value
+        return str(full)
+
+    def top(self) -> None:
+        """Tables and keys at the top that mean nothing."""
+        known = [*CORE_TABLES, *STRATEGY_TABLES]
+        for name, value in self.file.tables.items():
+            if name in known:
+                continue
+            if isinstance(value, (dict, list)) and not (isinstance(value, list) and not value):
+                self.say((name,), f"unknown table{suggest(name, known)} (tables: {', '.join(known)})")
+                continue
+            homes = {key: table for table, cls in CORE_TABLES.items() for key in fields(cls)}
+            homes |= {key: c.kind for c in self.choices() for key in fields(type(c.options))}
+            hit = nearest(name, homes)
+            hint = f"; did you mean {homes[hit]}.{hit}, in the table [{homes[hit]}]?" if hit else ""
+            self.say((name,), f"unknown key outside any table{hint}")
+
+
+def _lines(file: RunFile, where: Key, cls: type, errors: Mapping[str, str]) -> list[str]:
+    lines = []
+    for name, text in errors.items():
+        key = (*where, name) if name else where
+        lines.append(f"{file.where(key)}{'.'.join(key)}: {text}")
+    return lines
+
+
+def _build(file: RunFile, plugins: Plugins, *, stem: str = "run", check_files: bool = True) -> RunConfig:
+    reader = _Reader(file, plugins)
+    reader.top()
+    losses = reader.strategies("loss")
+    for loss in losses:
+        for name, value in getattr(type(loss.options), "profile", {}).items():
+            reader.profile[tuple(name.split("."))] = (value, f"profile of {loss.name}")
+    form, format_class = None, None
+    name = _table(file, "data").get("format")
+    if isinstance(name, str):
+        found = reader.lookup(("data", "format"), "data", name)
+        format_class = found.load() if found is not None else None
+        if found is not None and format_class is not None:
+            own = {k: v for k, v in _table(file, "data").items() if k in fields(format_class)}
+            options = reader.instance(("data",), format_class, own)
+            form = Chosen("data", found.name, found.provider, options)
+    core = {name: reader.core(name, format_class if name == "data" else None) for name in CORE_TABLES}
+    chosen = list(losses)
+    for kind in STRATEGY_TABLES:
+        if kind != "loss":
+            chosen += reader.strategies(kind)
+    if check_files and core["data"] is not None:
+        _check_files(reader, core["data"])
+    if reader.errors:
+        raise ConfigError("\n".join(dict.fromkeys(reader.errors)))
+    run_path = core["run"].path or free_path(file.base / "runs" / stem)
+    if core["run"].path is not None and check_files and run_path.exists() and any(run_path.iterdir()):
+        raise ConfigError(f"{file.where(('run', 'path'))}run.path: {run_path} exists and is not empty; choose another")
+    origins = {**{key: origin for key, (_, origin) in reader.profile.items()}, **file.origins}
+    return RunConfig(
+        file, plugins, core["model"], core["data"], core["train"], core["context"], core["reference"],
+        tuple([*chosen, *([form] if form else [])]), run_path, origins,
+    )  # fmt: skip
+
+
+def free_path(path: Path) -> Path:
+    """The path, or the first of path-2, path-3, … that does not exist or is empty."""
+    number, found = 1, path
+    while found.exists() and any(found.iterdir()):
+        number += 1
+        found = path.with_name(f"{path.name}-{number}")
+    return found.absolute()
+
+
+def _check_files(reader: _Reader, data: DataOptions) -> None:
+    for name in ("train", "valid"):
+        path = getattr(data, name)
+        if path is None or path.is_file():
+            continue
+        siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, siblings, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        what = "is a folder" if path.is_dir() else "not found"
+        reader.say(("data", name), f"file {what}: {path}{hint}")
+
+
+def build_strategy(plugins: Plugins, kind: str, table: str | Mapping[str, Any]) -> Chosen:
+    """One strategy from its name or a table of name and options. Raises PluginError or ConfigError."""
+    given = {"name": table} if isinstance(table, str) else dict(table)
+    reader = _Reader(from_tables({kind: given}), plugins)
+    if "name" in given and isinstance(given["name"], str):
+        plugins.get(kind, given["name"])
+    found = reader.strategy((kind,), kind, given)
+    if reader.errors or found is None:
+        raise ConfigError("\n".join(reader.errors))
+    return found
+
+
+ALWAYS_PROVIDED = frozenset({"ref_logprobs", "prompt_logprobs"})
+
+
+def check_requirements(config: RunConfig) -> None:
+    """Whether data, source, head and layout bring what each loss needs. Raises ConfigError naming what would."""
+    have = set(ALWAYS_PROVIDED)
+    for kind in ("data", "source", "head", "layout", "backward"):
+        for chosen in config.all(kind):
+            have |= set(getattr(chosen.options, "provides", ()))
+    problems = []
+    for loss in config.all("loss"):
+        lacking = sorted(set(getattr(loss.options, "requires", ())) - have)
+        for need in lacking:
+            givers = [
+                f"{s.kind} {s.name!r}"
+                for kind in ("data", "source", "head", "layout")
+                for s in config.plugins.registry.all(kind)
+                if need in _provided(s)
+            ]
+            remedy = f"; it comes with {', '.join(givers)}" if givers else "; no enabled plugin provides it"
+            problems.append(f"loss {loss.name!r} needs {need}, which this run does not have{remedy}")
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _provided(strategy: Strategy) -> Any:
+    try:
+        return getattr(strategy.load(), "provides", ())
+    except (ImportError, MorticeError):
+        return ()
+
+
+def effective_toml(config: RunConfig) -> str:
+    """See `RunConfig.effective_toml`."""
+    import tomlkit
+
+    document = tomlkit.document()
+    document.add(tomlkit.comment("The run as it was in force. The comment behind a value says where it came from."))
+
+    def add(table: Any, key: Key, name: str, value: Any) -> None:
+        origin = config.origins.get((*key, name)) or config.origins.get((key[0], name)) or "default"
+        if value is None:
+            table.add(tomlkit.comment(f"{name} is not set"))
+            return
+        item = tomlkit.item(_plain(value))
+        item.comment(origin)
+        table.add(name, item)
+
+    for name, cls in CORE_TABLES.items():
+        if name == "plugins":
+            values, _ = structure(PluginOptions, _table(config.file, "plugins"))
+        elif name == "run":
+            continue
+        else:
+            values = getattr(config, name)
+        table = tomlkit.table()
+        for key in fields(cls):
+            add(table, (name,), key, getattr(values, key))
+        if name == "data":
+            for key in fields(type(config.format)):
+                add(table, ("data",), key, getattr(config.format, key))
+        document.add(name, table)
+    for kind in STRATEGY_TABLES:
+        found = config.all(kind)
+        many = kind in LISTS and (len(found) > 1 or isinstance(config.file.tables.get(kind), list))
+        tables = tomlkit.aot() if many else None
+        for i, chosen in enumerate(found):
+            key = (kind, str(i)) if many else (kind,)
+            table = tomlkit.table()
+            twice = len(config.plugins.registry.claims(kind, chosen.name)) > 1
+            add(table, key, "name", f"{chosen.provider}:{chosen.name}" if twice else chosen.name)
+            if kind == "loss" and "weight" not in fields(type(chosen.options)):
+                add(table, key, "weight", chosen.weight)
+            for option_name in fields(type(chosen.options)):
+                add(table, key, option_name, getattr(chosen.options, option_name))
+            if tables is None:
+                document.add(kind, table)
+            else:
+                tables.append(table)
+        if tables is not None:
+            document.add(kind, tables)
+    return tomlkit.dumps(document)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    if attrs.has(type(value)):
+        return {a.name: _plain(getattr(value, a.name)) for a in attrs.fields(type(value))}
+    return value
