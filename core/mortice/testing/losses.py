@@ -52,7 +52,7 @@ class LossSuite:
         return frozenset(getattr(self.loss, "requires", ()))
 
     def groups(self) -> list[Group]:
-        """Four groups of unequal lengths, with everything that the loss requires."""
+        """Four groups (as many when overridden) of unequal lengths, with everything that the loss requires."""
         if "pairs" in self.requires:
             lengths: list[tuple[int, ...]] = [(3, 5), (1, 2), (4, 4), (7, 1)]
         elif self.requires & {"groups", "advantages"}:
@@ -150,16 +150,14 @@ class LossSuite:
         assert math.isfinite(loss_value([output]))
         assert mx.isfinite(gradient).all().item()
 
-    def test_micro_batches_do_not_matter(self) -> None:
+    @pytest.mark.parametrize("sizes", [(2, 2), (1, 3), (1, 1, 1, 1)], ids=str)
+    def test_micro_batches_do_not_matter(self, sizes: tuple[int, ...]) -> None:
         groups = self.groups()
-
-        def outputs(size: int) -> list[LossOutput]:
-            cuts = [groups[i : i + size] for i in range(0, len(groups), size)]
-            return [self.loss(self.scores(cut), make_batch(cut, self.requires)) for cut in cuts]
-
-        whole = loss_value(outputs(4))
-        assert loss_value(outputs(2)) == pytest.approx(whole, rel=1e-5, abs=1e-6)
-        assert loss_value(outputs(1)) == pytest.approx(whole, rel=1e-5, abs=1e-6)
+        starts = np.cumsum((0, *sizes))
+        parts = [groups[start : start + size] for start, size in zip(starts, sizes)]
+        whole = loss_value([self.loss(self.scores(groups), make_batch(groups, self.requires))])
+        split = loss_value([self.loss(self.scores(part), make_batch(part, self.requires)) for part in parts])
+        assert split == pytest.approx(whole, rel=1e-5, abs=1e-6)
 
     def test_order_of_groups_does_not_matter(self) -> None:
         groups = self.groups()
