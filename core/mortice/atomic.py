@@ -10,6 +10,8 @@ from pathlib import Path
 
 TEMPORARY = ".tmp-"
 """Prefix of names that are being written; what a killed process left of them is never read."""
+ASIDE = ".old-"
+"""Prefix of a folder that is about to be replaced."""
 
 
 def _sync(path: Path) -> None:
@@ -53,22 +55,38 @@ def writing(path: Path) -> Iterator[Path]:
 def writing_folder(path: Path) -> Iterator[Path]:
     """A temporary folder to fill; at the end its files are flushed and it takes the place of `path`.
 
-    A folder of that name is replaced: between the two renames it stands under a temporary name beside the new one.
+    A folder of that name is replaced: between the two renames it stands aside, from where `clean` brings it back.
     """
     part = temporary(path)
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    old = path.with_name(f"{TEMPORARY}{os.getpid()}-old-{path.name}")
+    old = path.with_name(f"{ASIDE}{path.name}")
     try:
         yield part
-        for file in part.rglob("*"):
-            if file.is_file():
-                _sync(file)
+        for entry in part.rglob("*"):
+            _sync(entry)
         _sync(part)
         if path.exists():
+            shutil.rmtree(old, ignore_errors=True)
             os.replace(path, old)
         os.replace(part, path)
         _sync(path.parent)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+        _settle(old, path)
+
+
+def clean(folder: Path) -> None:
+    """Clear what a killed process left in a folder: a replacement that it did not finish is undone."""
+    for old in folder.glob(f"{ASIDE}*"):
+        _settle(old, old.with_name(old.name.removeprefix(ASIDE)))
+    for part in folder.glob(f"{TEMPORARY}*"):
+        shutil.rmtree(part) if part.is_dir() else part.unlink()
+
+
+def _settle(old: Path, path: Path) -> None:
+    """A folder that stands aside comes back, unless another has taken its place."""
+    if path.exists():
         shutil.rmtree(old, ignore_errors=True)
+    elif old.exists():
+        os.replace(old, path)

@@ -1,9 +1,9 @@
 """The run folder and its checkpoints. Everything is written to a temporary name, flushed and renamed.
 
-    run.toml  metrics.jsonl  adapter/  checkpoints/step-00200/  best  latest  lock
+    run.toml  metrics.jsonl  adapter/  checkpoints/step-00200/  best  latest  .lock
 
 A checkpoint is safetensors and JSON; reading one runs no code. `best` and `latest` are small files with a step's
-folder name. What a killed process left under temporary names is never read, and removed when the folder is opened.
+folder name. What a killed process left under temporary names is never read, and cleared when the folder is made again.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,7 +23,8 @@ from attrs import define, field, frozen
 from mortice import atomic
 from mortice.errors import CheckpointError, MorticeError, TrainingError
 
-LOCK = "lock"
+LOCK = ".lock"
+_NAME = re.compile(r"step-(\d+)")
 
 
 @frozen(eq=False)
@@ -42,7 +44,7 @@ class RunFolder:
 
     path: Path
     keep: int = 2
-    """Checkpoints kept beside the best one; 0 for all."""
+    """Checkpoints that stay, the best and the newest always among them; 0 for all."""
     best_mode: str = "min"
     _lock: IO[str] | None = None
 
@@ -50,17 +52,23 @@ class RunFolder:
     def create(cls, path: Path, config: str, *, keep: int = 2, best_mode: str = "min") -> RunFolder:
         """Make the folder, hold it and write `run.toml`.
 
-        Raises TrainingError where another process holds it, MorticeError where it cannot be written.
+        Raises TrainingError where another process holds it or a run has left checkpoints in it, MorticeError where it
+        cannot be written.
         """
+        path = path.absolute()
+        folder = cls(path, keep, best_mode)
         try:
-            path.mkdir(parents=True, exist_ok=True)
-            folder = cls(path.absolute(), keep, best_mode)
+            (path / "checkpoints").mkdir(parents=True, exist_ok=True)
             folder._hold()
-            folder._clean()
-            (path / "checkpoints").mkdir(exist_ok=True)
+            for part in (path, path / "checkpoints"):
+                atomic.clean(part)
+            if newest := folder.newest():
+                folder.close()
+                raise TrainingError(f"{path} holds a run already, up to {newest.name}; choose another folder")
             atomic.write_text(path / "run.toml", config)
         except OSError as error:
-            raise MorticeError(f"cannot write the run folder {path.absolute()}: {error.strerror or error}") from error
+            folder.close()
+            raise MorticeError(f"cannot write the run folder {path}: {error.strerror or error}") from error
         return folder
 
     def __enter__(self) -> RunFolder:
@@ -73,36 +81,38 @@ class RunFolder:
         """Let the folder go."""
         if self._lock is not None:
             self._lock.close()
-            (self.path / LOCK).unlink(missing_ok=True)
             self._lock = None
 
     def _hold(self) -> None:
-        """An advisory lock, which the system drops with the process, and the process id for the message."""
+        """An advisory lock, which the system drops with the process, and the process id for the message.
+
+        The file stays: removing it would let one process lock the old file and another one a new file.
+        """
         import fcntl
 
         lock = (self.path / LOCK).open("a+", encoding="utf-8")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            lock.seek(0)
+        except BlockingIOError as error:
+            with lock:
+                lock.seek(0)
+                holder = lock.read().strip() or "unknown"
             raise TrainingError(
-                f"{self.path} is in use by process {lock.read().strip() or 'unknown'}; one run folder takes one process"
+                f"{self.path} is in use by process {holder}; one run folder takes one process"
             ) from error
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
         self._lock = lock
 
-    def _clean(self) -> None:
-        for part in (*self.path.glob(f"{atomic.TEMPORARY}*"), *self.path.glob(f"checkpoints/{atomic.TEMPORARY}*")):
-            shutil.rmtree(part) if part.is_dir() else part.unlink()
-
     def save(self, checkpoint: Checkpoint, write_adapter: Callable[[Path], None], metric: float | None = None) -> Path:
         """Write a checkpoint, point `latest` at it, and `best` where `metric` is better than every one before.
 
-        A tie keeps the earlier one; NaN is never best. Older checkpoints beyond `keep` are removed, the best never.
-        Raises MorticeError where the disk refuses; older checkpoints are then untouched.
+        A tie keeps the earlier one; a number that is not finite is never best. Checkpoints beyond `keep` are removed,
+        oldest first, the best never. Raises MorticeError where the disk refuses; older checkpoints are then untouched.
         """
+        if metric is not None and not math.isfinite(metric):
+            metric = None
         path = self.path / "checkpoints" / step_name(checkpoint.step)
         try:
             with atomic.writing_folder(path) as folder:
@@ -121,8 +131,6 @@ class RunFolder:
         return path
 
     def _is_best(self, metric: float, name: str) -> bool:
-        if math.isnan(metric):
-            return False
         old = self.best()
         if old is None or old.name == name:
             return True
@@ -130,15 +138,14 @@ class RunFolder:
         return metric < value if self.best_mode == "min" else metric > value
 
     def _retain(self) -> None:
-        if self.keep:
-            best = self.best()
-            for path in self.checkpoints()[: -self.keep]:
-                if path != best:
-                    shutil.rmtree(path)
+        best, found = self.best(), self.checkpoints()
+        surplus = len(found) - self.keep if self.keep else 0
+        for path in [p for p in found[:-1] if p != best][: max(0, surplus)]:
+            shutil.rmtree(path)
 
     def checkpoints(self) -> list[Path]:
         """Complete checkpoints, oldest step first."""
-        found = [p for p in (self.path / "checkpoints").glob("step-*") if (p / "state.json").exists()]
+        found = [p for p in (self.path / "checkpoints").iterdir() if _NAME.fullmatch(p.name) and _complete(p)]
         return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
 
     def newest(self) -> Path | None:
@@ -157,7 +164,11 @@ class RunFolder:
         if not file.exists():
             return None
         path = self.path / "checkpoints" / file.read_text("utf-8").strip()
-        return path if (path / "state.json").exists() else None
+        return path if _complete(path) else None
+
+
+def _complete(path: Path) -> bool:
+    return (path / "state.json").exists()
 
 
 def step_name(step: int) -> str:
@@ -169,6 +180,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     try:
         state = json.loads((path / "state.json").read_text("utf-8"))
         optimizer = mx.load(str(path / "optimizer.safetensors"))
-    except (OSError, ValueError, RuntimeError) as error:
+        mx.eval(optimizer)  # reads it: a file that was cut shows here
+        return Checkpoint(state["step"], optimizer, state)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise CheckpointError(f"{path} is no complete checkpoint: {error}") from error
-    return Checkpoint(state["step"], optimizer, state)

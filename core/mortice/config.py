@@ -86,7 +86,9 @@ class TrainOptions:
         None, help="steps between validations (default: ten in a run)", validator=optional(ge(1))
     )
     save_every: int = option(100, help="steps between checkpoints", validator=ge(1))
-    keep: int = option(2, help="checkpoints kept beside the best one; 0 for all", validator=ge(0))
+    keep: int = option(
+        2, help="checkpoints that stay, the best and the newest always among them; 0 for all", validator=ge(0)
+    )
     best: str | None = option(None, help="metric of the best checkpoint (default valid/loss)")
     best_mode: str = option("min", help='"min" or "max" is better', validator=in_(("min", "max")))
     cache_limit: float = option(2.0, help="most GB that MLX's allocator keeps unused", validator=ge(0))
@@ -505,7 +507,7 @@ def _build(file: RunFile, plugins: Plugins, *, stem: str = "run", check_files: b
     origins = {**{key: origin for key, (_, origin) in reader.profile.items()}, **file.origins}
     return RunConfig(
         file, plugins, core["model"], core["data"], core["train"], core["context"], core["reference"],
-        tuple([*chosen, *([form] if form else [])]), run_path, origins,
+        (*chosen, *([form] if form else [])), run_path, origins,
     )  # fmt: skip
 
 

@@ -219,7 +219,7 @@ class Trainer:
         self.peak_gb = max(self.peak_gb, held["memory_peak_gb"])
         metrics = {
             **tally.values(),
-            "lr": rate,
+            "learning_rate": rate,
             "grad_norm": norm,
             "tokens": tally.tokens,
             "seconds": seconds,

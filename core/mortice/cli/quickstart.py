@@ -93,7 +93,6 @@ def find_gguf() -> Path:
 
 def train_and_answer(path: Path, seed: int, smoke: bool, console: Any) -> tuple[str, str, Any]:
     from mortice.config import load_config
-
     from mortice.launch import Notices, train
 
     prompt = first_prompt(path / "valid.jsonl")

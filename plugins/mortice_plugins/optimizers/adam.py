@@ -48,6 +48,4 @@ class Adam:
     bias_correction: bool = option(True, help="divide the moments by 1 − βᵗ")
 
     def build(self) -> mlx.optimizers.Optimizer:
-        return mlx.optimizers.Adam(
-            self.learning_rate, list(self.betas), self.eps, bias_correction=self.bias_correction
-        )  # fmt: skip
+        return mlx.optimizers.Adam(self.learning_rate, list(self.betas), self.eps, bias_correction=self.bias_correction)

@@ -28,7 +28,9 @@ def _with_warmup(
     warmup: int | float, peak: float, total: int, decay: Callable[[float], float]
 ) -> Callable[[int], float]:
     """`decay` maps progress in [0, 1) after the warmup to a share of the peak. Raises ConfigError where W > total."""
-    steps = warmup if isinstance(warmup, int) else math.ceil(warmup * total)
+    steps = (
+        warmup if isinstance(warmup, int) else math.ceil(round(warmup * total, 6))
+    )  # 0.07 · 100 is 7.000000000000001
     if steps > total:
         raise ConfigError(f"schedule.warmup: {steps} steps, but the run has only {total}")
 
