@@ -71,13 +71,14 @@ def _load() -> Blas:
     for name, path in _candidates(wish):
         _choose_threads(path)
         try:
-            library = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+            library = ctypes.CDLL(path, mode=ctypes.RTLD_LOCAL)  # out of mlx's sight until it has proved right
         except OSError as error:
             failures.append(f"{name}: {error}")
             continue
         if not _multiplies(library):
-            failures.append(f"{name}: wrong products on this processor")
+            failures.append(f"{name}: no cblas_sgemm, or wrong products on this processor")
             continue
+        ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
         return Blas(name, path)
     if wish:
         warnings.warn(f"{VARIABLE}={wish} could not be loaded: {'; '.join(failures)}", stacklevel=3)

@@ -179,7 +179,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     """Raises CheckpointError for a checkpoint that is missing or damaged."""
     try:
         state = json.loads((path / "state.json").read_text("utf-8"))
-        optimizer = mx.load(str(path / "optimizer.safetensors"))
+        optimizer: Any = mx.load(str(path / "optimizer.safetensors"))
         mx.eval(optimizer)  # reads it: a file that was cut shows here
         return Checkpoint(state["step"], optimizer, state)
     except (OSError, ValueError, KeyError, RuntimeError) as error:

@@ -12,6 +12,7 @@ from typing import Any, TextIO
 from attrs import frozen
 
 from mortice import atomic
+from mortice.errors import MorticeError
 from mortice.protocols import RunInfo
 
 
@@ -33,9 +34,13 @@ class LiveLines:
     file: TextIO
 
     def log(self, step: int, metrics: Mapping[str, Any], /) -> None:
+        """Raises MorticeError where the disk refuses."""
         line = {"step": step} | {name: _finite(value) for name, value in metrics.items()}
-        self.file.write(json.dumps(line, allow_nan=False) + "\n")
-        self.file.flush()
+        try:
+            self.file.write(json.dumps(line, allow_nan=False) + "\n")
+            self.file.flush()
+        except OSError as error:
+            raise MorticeError(f"cannot write {self.file.name}: {error.strerror}") from error
 
 
 def _finite(value: Any) -> Any:
