@@ -55,8 +55,8 @@ def score(
     `model` is a folder or a hub id, `adapter` an mlx-lm or PEFT adapter folder. `loss`, `head`, `backward` and
     `layout` are names or tables as in the run file (`{"name": "orpo", "beta": 0.1}`). Each group is a mapping with
     `prompt_ids` and `completions` (lists of ids) and optionally `loss_masks`, `rewards`, `advantages`, `old_logprobs`
-    and `ref_logprobs`, one entry a completion; of two completions the first is the chosen one. `reference` is
-    `initial` (the adapter as given, or the base where there is none), `base`, or an adapter folder.
+    and `ref_logprobs`, one entry a completion; for a loss of pairs the first completion is the chosen one.
+    `reference` is `initial` (the adapter as given, or the base where there is none), `base`, or an adapter folder.
 
     With `gradients`, of the adapter's parameters, or of every float weight where there is no adapter.
     `micro_batch_size` groups go in one micro-batch (all by default).
@@ -68,28 +68,30 @@ def score(
 
     blas.load()
     from mortice.config import build_strategy
+    from mortice.objective import WeightedLoss, requirements
     from mortice.plugins import load_plugins
     from mortice.pretrained import load
     from mortice.reference import Reference
-    from mortice.step import Engine, WeightedLoss
+    from mortice.step import Engine
 
     plugins = plugins or load_plugins()
     chosen = {
         kind: build_strategy(plugins, kind, table)
         for kind, table in (("loss", loss), ("head", head), ("backward", backward), ("layout", layout))
     }
-    found = parse_groups(groups)
     pretrained = load(model, plugins=plugins, adapter=adapter)
     params = dict(pretrained.params)
     if gradients and not params:
         params = _float_weights(pretrained.model)
     pretrained.model.mark_trainable(params)
+    losses = (WeightedLoss(chosen["loss"].name, chosen["loss"].options),)
+    found = parse_groups(groups, pairs="pairs" in requirements(losses))
     engine = Engine(
         pretrained.model,
         chosen["head"].options,
         chosen["backward"].options,
         chosen["layout"].options,
-        (WeightedLoss(chosen["loss"].name, chosen["loss"].options),),
+        losses,
         Limits(groups=micro_batch_size or len(found)),
         temperature=temperature,
     )
@@ -112,14 +114,17 @@ def score(
     )
 
 
-def parse_groups(groups: Sequence[Mapping[str, Any]]) -> list[Group]:
-    """Mappings of token ids to groups. Raises DataError that names the group and the key."""
+def parse_groups(groups: Sequence[Mapping[str, Any]], *, pairs: bool = False) -> list[Group]:
+    """Mappings of token ids to groups; with `pairs`, the first completion is preferred to each of the others.
+
+    Raises DataError that names the group and the key.
+    """
     if not groups:
         raise DataError("score: no groups given")
-    return [_group(i, g) for i, g in enumerate(groups)]
+    return [_group(i, g, pairs) for i, g in enumerate(groups)]
 
 
-def _group(index: int, given: Mapping[str, Any]) -> Group:
+def _group(index: int, given: Mapping[str, Any], with_pairs: bool) -> Group:
     where = f"groups[{index}]"
     for key in given:
         if key not in _KEYS:
@@ -144,14 +149,14 @@ def _group(index: int, given: Mapping[str, Any]) -> Group:
         ]
     except (ValueError, TypeError) as error:
         raise DataError(f"{where}: {error}") from error
-    pairs = [(0, k) for k in range(1, count)]
-    return Group(str(index), given["prompt_ids"], completions, tuple(pairs))
+    pairs = tuple((0, k) for k in range(1, count)) if with_pairs else ()
+    return Group(str(index), given["prompt_ids"], completions, pairs)
 
 
 def _check_requirements(loss: str, requires: frozenset[str], groups: Sequence[Group]) -> None:
     have = {"ref_logprobs", "prompt_logprobs", "entropy"}
-    if all(group.pairs for group in groups):
-        have |= {"pairs", "groups"}
+    have |= {"pairs"} if all(group.pairs for group in groups) else set()
+    have |= {"groups"} if all(len(group.completions) > 1 for group in groups) else set()
     for name in ("advantage", "old_logprobs"):
         if all(getattr(c, name) is not None for g in groups for c in g.completions):
             have.add("advantages" if name == "advantage" else name)
