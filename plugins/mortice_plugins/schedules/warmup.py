@@ -20,7 +20,7 @@ FINAL_HELP = "share of the peak that the decay ends at"
 
 
 def _warmup(instance: Any, attribute: Any, value: float) -> None:
-    if value < 0 or (isinstance(value, float) and value >= 1):
+    if not (0 <= value < 1 or (isinstance(value, int) and value >= 1)):
         raise ValueError(f"'warmup' must be whole steps (as an integer) or a share of the run below 1, found {value!r}")
 
 
@@ -28,9 +28,8 @@ def _with_warmup(
     warmup: int | float, peak: float, total: int, decay: Callable[[float], float]
 ) -> Callable[[int], float]:
     """`decay` maps progress in [0, 1) after the warmup to a share of the peak. Raises ConfigError where W > total."""
-    steps = (
-        warmup if isinstance(warmup, int) else math.ceil(round(warmup * total, 6))
-    )  # 0.07 · 100 is 7.000000000000001
+    # Rounded first, since 0.07 · 100 is 7.000000000000001.
+    steps = warmup if isinstance(warmup, int) else math.ceil(round(warmup * total, 6))
     if steps > total:
         raise ConfigError(f"schedule.warmup: {steps} steps, but the run has only {total}")
 

@@ -1,4 +1,4 @@
-"""`metrics.jsonl` in the run folder: one line a step, flushed at once, so that a kill loses one line at most."""
+"""`metrics.jsonl` in the run folder: one line a step, written at once, so that a kill loses one line at most."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from attrs import frozen
 
@@ -25,20 +26,19 @@ class JSONLines:
         path = run.path / "metrics.jsonl"
         if path.exists():
             _cut(path, run.start_step)
-        with path.open("a", encoding="utf-8") as file:
+        with path.open("ab", buffering=0) as file:
             yield LiveLines(file)
 
 
 @frozen
 class LiveLines:
-    file: TextIO
+    file: FileIO
 
     def log(self, step: int, metrics: Mapping[str, Any], /) -> None:
         """Raises MorticeError where the disk refuses."""
         line = {"step": step} | {name: _finite(value) for name, value in metrics.items()}
         try:
-            self.file.write(json.dumps(line, allow_nan=False) + "\n")
-            self.file.flush()
+            self.file.write(f"{json.dumps(line, allow_nan=False)}\n".encode())
         except OSError as error:
             raise MorticeError(f"cannot write {self.file.name}: {error.strerror}") from error
 
