@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import attrs
+import tomlkit
 from attrs import define, evolve, field, frozen
 
 from mortice.errors import ConfigError, MorticeError, PluginError, nearest, suggest
@@ -20,7 +20,7 @@ from mortice.hub import looks_like_hub_id
 from mortice.options import ge, gt, in_, option, optional
 from mortice.plugins import Plugins, load_plugins
 from mortice.registry import Strategy
-from mortice.runfile import Key, RunFile, apply_settings, from_tables, read_run_file
+from mortice.runfile import Key, RunFile, apply_settings, from_tables, plain, read_run_file
 from mortice.structure import fields, structure
 
 
@@ -578,8 +578,6 @@ def _provided(strategy: Strategy) -> Any:
 
 def effective_toml(config: RunConfig) -> str:
     """See `RunConfig.effective_toml`."""
-    import tomlkit
-
     document = tomlkit.document()
     document.add(tomlkit.comment("The run as it was in force. The comment behind a value says where it came from."))
 
@@ -588,7 +586,7 @@ def effective_toml(config: RunConfig) -> str:
         if value is None:
             table.add(tomlkit.comment(f"{name} is not set"))
             return
-        item = tomlkit.item(_plain(value))
+        item = tomlkit.item(plain(value))
         item.comment(origin)
         table.add(name, item)
 
@@ -626,13 +624,3 @@ def effective_toml(config: RunConfig) -> str:
         if tables is not None:
             document.add(kind, tables)
     return tomlkit.dumps(document)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
-    if isinstance(value, Path):
-        return str(value)
-    if attrs.has(type(value)):
-        return {a.name: _plain(getattr(value, a.name)) for a in attrs.fields(type(value))}
-    return value

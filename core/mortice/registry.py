@@ -11,7 +11,7 @@ from typing import Any
 
 from attrs import frozen
 
-from mortice.errors import StrategyClaimedTwice, UnknownStrategy, suggest
+from mortice.errors import PluginImportFailed, StrategyClaimedTwice, UnknownStrategy, suggest
 
 
 @frozen
@@ -35,11 +35,20 @@ class Strategy:
         return f"{self.provider}:{self.name}"
 
     def load(self) -> type:
-        """The class. Imports its module on first use."""
+        """The class. Imports its module on first use.
+
+        Raises PluginImportFailed, with what was raised as its cause, where that fails.
+        """
         if not isinstance(self.target, str):
             return self.target
         module, _, name = self.target.partition(":")
-        return getattr(importlib.import_module(module), name)
+        try:
+            return getattr(importlib.import_module(module), name)
+        except Exception as error:  # the plugin boundary: whatever an import of it raises
+            raise PluginImportFailed(
+                f"{self.kind} {self.name!r} of {self.provider} (plugin {self.plugin!r}): "
+                f"{self.target} cannot be imported: {type(error).__name__}: {error}"
+            ) from error
 
     @property
     def summary(self) -> str:

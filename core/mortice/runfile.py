@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
+import tomlkit
 from attrs import define, field
 
 from mortice.errors import ConfigError, nearest
@@ -127,6 +129,24 @@ def apply_settings(run: RunFile, settings: Sequence[str]) -> None:
         except tomllib.TOMLDecodeError:
             value = text.strip()
         run.put(key, value, "--set")
+
+
+def plain(value: Any) -> Any:
+    """A value of an option as TOML can hold it."""
+    if isinstance(value, (tuple, list)):
+        return [plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, Path):
+        return str(value)
+    if attrs.has(type(value)):
+        return {a.name: plain(getattr(value, a.name)) for a in attrs.fields(type(value))}
+    return value
+
+
+def toml_value(value: Any) -> str:
+    """A value as it would stand behind `key =`."""
+    return tomlkit.item(plain(value)).as_string()
 
 
 _HEADER = re.compile(r"^\s*(\[\[?)\s*(.+?)\s*\]\]?\s*(#.*)?$")

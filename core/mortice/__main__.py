@@ -1,0 +1,5 @@
+"""`python -m mortice` is the command `mortice`."""
+
+from mortice.cli import main
+
+main()

@@ -1,0 +1,34 @@
+"""Tables and JSON on standard output, the same for every command that lists something."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+def print_json(value: Any) -> None:
+    """For programs: one JSON document."""
+    print(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+
+
+def print_table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """For people: a table as wide as the terminal, or as its longest line where there is none."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for i, column in enumerate(columns):
+        table.add_column(column, overflow="fold", no_wrap=i == 0)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 200
+    Console(highlight=False, width=width).print(table)
+
+
+def warn(text: str) -> None:
+    """A line on standard error that stops nothing."""
+    print(f"mortice: {text}", file=sys.stderr)

@@ -1,0 +1,48 @@
+"""Flags of every command that reads a run file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from attrs import asdict, frozen
+from cyclopts import Parameter
+
+if TYPE_CHECKING:
+    from mortice.config import RunConfig
+
+
+@Parameter(name="*")
+@frozen
+class RunFlags:
+    """One strategy or value for this run alone; a flag goes before the file."""
+
+    set: Annotated[
+        tuple[str, ...], Parameter(negative="", help="KEY=VALUE: any key, e.g. train.steps=10; repeatable")
+    ] = ()
+    loss: Annotated[str | None, Parameter(help="loss")] = None
+    head: Annotated[str | None, Parameter(help="head")] = None
+    backward: Annotated[str | None, Parameter(help="backward strategy")] = None
+    layout: Annotated[str | None, Parameter(help="layout")] = None
+    adapter: Annotated[str | None, Parameter(help="adapter")] = None
+    source: Annotated[str | None, Parameter(help="source")] = None
+    optimizer: Annotated[str | None, Parameter(help="optimizer")] = None
+    schedule: Annotated[str | None, Parameter(help="schedule")] = None
+
+    def strategies(self) -> Mapping[str, str]:
+        return {kind: name for kind, name in asdict(self).items() if kind != "set" and name is not None}
+
+
+def load(file: Path, flags: RunFlags | None, run_path: Path | None = None) -> RunConfig:
+    """The configuration in force, its notices shown."""
+    from mortice.cli.output import warn
+    from mortice.config import load_config
+
+    flags = flags or RunFlags()
+    config = load_config(file, settings=flags.set, strategies=flags.strategies(), run_path=run_path)
+    for plugin in config.plugins.failed:
+        warn(plugin.failure())
+    for notice in config.notices:
+        warn(notice)
+    return config
