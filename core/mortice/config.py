@@ -6,15 +6,17 @@ message, each with file and line, dotted key, what was found, what is allowed an
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tomlkit
 from attrs import define, evolve, field, frozen
 
-from mortice.errors import ConfigError, MorticeError, PluginError, nearest, suggest
+from mortice import blas
+from mortice.errors import ConfigError, PluginError, nearest, suggest
 from mortice.hookspecs import HOOKS
 from mortice.hub import looks_like_hub_id
 from mortice.options import ge, gt, in_, option, optional
@@ -107,7 +109,7 @@ class ContextOptions:
     )
     mlp_chunk: int = option(0, help="tokens a chunk in MLPs, recomputed in the backward; 0 for whole", validator=ge(0))
 
-    @attention_chunk.validator  # type: ignore[attr-defined, untyped-decorator]
+    @attention_chunk.validator
     def _auto_or_size(self, attribute: Any, value: Any) -> None:
         if value != "auto" and (isinstance(value, str) or value < 0):
             raise ValueError(f'must be "auto" or a number of queries, found {value!r}')
@@ -267,6 +269,7 @@ def _load(
     entry_points: Any,
     stem: str,
 ) -> RunConfig:
+    blas.load()  # options are read from classes, whose modules import mlx
     for kind, name in strategies.items():
         _swap(file, kind, name)
     apply_settings(file, settings)
@@ -289,7 +292,8 @@ def _load(
 def _swap(file: RunFile, kind: str, name: str) -> None:
     """Take another strategy of a kind. Options of the one in the file go with it, and that is said."""
     table = file.tables.get(kind)
-    same = isinstance(table, dict) and table.get("name", "").rpartition(":")[2] == name.rpartition(":")[2]
+    given = table.get("name") if isinstance(table, dict) else None
+    same = isinstance(given, str) and given.rpartition(":")[2] == name.rpartition(":")[2]
     if table and not same:
         had = [t.get("name") for t in (table if isinstance(table, list) else [table]) if isinstance(t, dict)]
         options = [k for k in table if k != "name"] if isinstance(table, dict) else []
@@ -297,7 +301,7 @@ def _swap(file: RunFile, kind: str, name: str) -> None:
         names = ", ".join(map(repr, had))
         file.notices.append(f"--{kind} {name} takes the place of {kind} {names} in {file.label}{left}")
         file.drop((kind,))
-    if not (same and table.get("name") == name):
+    if given != name:
         file.put((kind, "name"), name, f"--{kind}")
 
 
@@ -313,7 +317,7 @@ class _Reader:
     file: RunFile
     plugins: Plugins
     errors: list[str] = field(factory=list)
-    profile: dict[Key, tuple[Any, str]] = field(factory=dict)
+    profile: dict[tuple[str, str], tuple[Any, str]] = field(factory=dict)
 
     def say(self, key: Key, text: str) -> None:
         self.errors.append(f"{self.file.where(key)}{'.'.join(key)}: {text}")
@@ -325,16 +329,22 @@ class _Reader:
         known = fields(cls)
         others = fields(extra) if extra is not None else {}
         values = {k: v for k, v in table.items() if k in known}
-        for key, (value, _) in self.profile.items():
-            if key[0] == name and key[1] in known and key[1] not in values:
-                values[key[1]] = value
+        values |= self.profiled(name, known, values)
         for key in table:
             if key not in known and key not in others:
                 self.unknown((name,), key, [*known, *others])
-        for key, value in list(values.items()):
+        for key, value in values.items():
             if (name, key) in PATHS and isinstance(value, str):
                 values[key] = self.path((name, key), value)
         return self.instance((name,), cls, values)
+
+    def profiled(self, table: str, known: Container[str], given: Container[str]) -> dict[str, Any]:
+        """What the profile of the loss says for a table, where the file says nothing."""
+        return {
+            key: value
+            for (home, key), (value, _) in self.profile.items()
+            if home == table and key in known and key not in given
+        }
 
     def tables(self, name: str) -> list[tuple[Key, dict[str, Any]]]:
         """The tables of a name with their keys: one, or those of a list."""
@@ -384,9 +394,7 @@ class _Reader:
         weight = values.pop("weight", 1.0) if kind == "loss" and "weight" not in own else 1.0
         if isinstance(weight, bool) or not isinstance(weight, (int, float)):
             self.say((*where, "weight"), f"expected a number, found {weight!r}")
-        for key, (value, _) in self.profile.items():
-            if key[0] == kind and key[1] in own and key[1] not in values:
-                values[key[1]] = value
+        values |= self.profiled(kind, own, values)
         for key in list(values):
             if key not in own:
                 self.unknown(where, key, list(own), kind)
@@ -416,10 +424,8 @@ class _Reader:
         rivals: list[str] = []
         if kind is not None:
             for s in self.plugins.registry.all(kind):
-                try:
+                with contextlib.suppress(PluginError):  # one that cannot be imported has no say in a hint
                     rivals += [s.name] if key in fields(s.load()) else []
-                except Exception:  # a strategy that cannot be imported has no say in a hint
-                    continue
         hit = nearest(key, known)
         if hit:
             hint = f"; did you mean {hit!r}?"
@@ -482,7 +488,8 @@ def _build(file: RunFile, plugins: Plugins, *, stem: str = "run", check_files: b
     losses = reader.strategies("loss")
     for loss in losses:
         for name, value in getattr(type(loss.options), "profile", {}).items():
-            reader.profile[tuple(name.split("."))] = (value, f"profile of {loss.name}")
+            table, _, key = name.partition(".")
+            reader.profile[table, key] = (value, f"profile of {loss.name}")
     form, format_class = None, None
     name = _table(file, "data").get("format")
     if isinstance(name, str):
@@ -504,7 +511,8 @@ def _build(file: RunFile, plugins: Plugins, *, stem: str = "run", check_files: b
     run_path = core["run"].path or free_path(file.base / "runs" / stem)
     if core["run"].path is not None and check_files and run_path.exists() and any(run_path.iterdir()):
         raise ConfigError(f"{file.where(('run', 'path'))}run.path: {run_path} exists and is not empty; choose another")
-    origins = {**{key: origin for key, (_, origin) in reader.profile.items()}, **file.origins}
+    profiled: dict[Key, str] = {key: origin for key, (_, origin) in reader.profile.items()}
+    origins = {**profiled, **file.origins}
     return RunConfig(
         file, plugins, core["model"], core["data"], core["train"], core["context"], core["reference"],
         (*chosen, *([form] if form else [])), run_path, origins,
@@ -572,7 +580,7 @@ def check_requirements(config: RunConfig) -> None:
 def _provided(strategy: Strategy) -> Any:
     try:
         return getattr(strategy.load(), "provides", ())
-    except (ImportError, MorticeError):
+    except PluginError:
         return ()
 
 
@@ -598,18 +606,18 @@ def effective_toml(config: RunConfig) -> str:
         else:
             values = getattr(config, name)
         table = tomlkit.table()
-        for key in fields(cls):
-            add(table, (name,), key, getattr(values, key))
+        for option_name in fields(cls):
+            add(table, (name,), option_name, getattr(values, option_name))
         if name == "data":
-            for key in fields(type(config.format)):
-                add(table, ("data",), key, getattr(config.format, key))
+            for option_name in fields(type(config.format)):
+                add(table, ("data",), option_name, getattr(config.format, option_name))
         document.add(name, table)
     for kind in STRATEGY_TABLES:
         found = config.all(kind)
         many = kind in LISTS and (len(found) > 1 or isinstance(config.file.tables.get(kind), list))
         tables = tomlkit.aot() if many else None
         for i, chosen in enumerate(found):
-            key = (kind, str(i)) if many else (kind,)
+            key: Key = (kind, str(i)) if many else (kind,)
             table = tomlkit.table()
             twice = len(config.plugins.registry.claims(kind, chosen.name)) > 1
             add(table, key, "name", f"{chosen.provider}:{chosen.name}" if twice else chosen.name)

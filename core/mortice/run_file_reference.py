@@ -1,4 +1,7 @@
-"""The reference of the run file, written from the classes: `python -m mortice.run_file_reference > docs/run-file.md`."""
+"""The reference of the run file, written from the classes.
+
+python -m mortice.run_file_reference > docs/run-file.md
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,8 @@ A run is one TOML file. `mortice train run.toml` runs it; `mortice check run.tom
   and so on take another strategy for one run.
 - Paths in the file are relative to the file, paths in flags to the working directory; `~` is the home folder.
 - Unknown keys, numbers in quotes, booleans as numbers, NaN and values out of range are errors, all shown at once.
-- The values in force, each with its origin, are written to `run.toml` in the run folder, which runs again from anywhere.
+- The values in force, each with its origin, are written to `run.toml` in the run folder; that file gives the same run
+  from anywhere.
 
 This page is written from the classes by `python -m mortice.run_file_reference`.
 """
@@ -53,13 +57,11 @@ def options_of(cls: type) -> list[Option]:
 
 
 def default_of(attribute: attrs.Attribute[Any]) -> str:
-    default = attribute.default
+    default: Any = attribute.default
     if default is attrs.NOTHING:
         return ""
     if isinstance(default, attrs.Factory):  # type: ignore[arg-type]
-        if default.takes_self:  # type: ignore[union-attr]
-            return "from the other options"
-        default = default.factory()  # type: ignore[union-attr]
+        default = default.factory()
     return "not set" if default is None else toml_value(default)
 
 
@@ -103,13 +105,12 @@ def _table(cls: type) -> str:
     options = options_of(cls)
     if not options:
         return "No options.\n"
-    rows = [f"| `{o.name}` | {o.type} | {_code(o.default)} | {o.help.replace('|', '\\|')} |" for o in options]
+    rows = [f"| `{o.name}` | {o.type} | {_code(o.default)} | {o.help} |" for o in options]
     return "\n".join(["| key | value | default | |", "|---|---|---|---|", *rows, ""])
 
 
 def _code(default: str) -> str:
-    words = {"": "required", "not set": "not set", "from the other options": "from the other options"}
-    return words.get(default, f"`{default}`")
+    return {"": "required", "not set": "not set"}.get(default, f"`{default}`")
 
 
 if __name__ == "__main__":

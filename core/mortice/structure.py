@@ -104,6 +104,8 @@ def value_of(value: Any, kind: Any) -> Any:
 
 def type_name(kind: Any) -> str:
     """A type as a user would say it."""
+    if kind is Any:
+        return "any value"
     if kind in HOOKS:
         return HOOKS[kind][0]
     if _is_union(kind):
@@ -143,7 +145,8 @@ def structure(cls: type, values: Mapping[str, Any]) -> tuple[Any, dict[str, str]
         try:
             arguments[name] = value_of(values[name], kind_of(attribute))
             if attribute.validator is not None:
-                converted = arguments[name] if attribute.converter is None else attribute.converter(arguments[name])
+                convert: Any = attribute.converter or (lambda value: value)
+                converted = convert(arguments[name])
                 attribute.validator(None, attribute, converted)
         except (ValueError, TypeError) as error:
             errors[name] = _message(error, attribute, values[name])
