@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from mortice import blas
+
+blas.load()  # before any test imports mlx
+
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -19,5 +19,10 @@ def doctor(*, json: bool = False) -> int:
     if json:
         print_json([{"what": f.what, "found": f.found, "remedy": f.remedy} for f in findings])
     else:
-        print_table(None, ("", "", "remedy"), [(f.what, f.found, f.remedy or "") for f in findings])
+        rows = []
+        for f in findings:
+            rows.append((f.what, f.found))
+            if f.remedy:
+                rows.append(("", f"remedy: {f.remedy}"))
+        print_table(None, ("", ""), rows)
     return 1 if any(f.remedy for f in findings) else 0
