@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
+import ctypes.util
+import os
+import shutil
 import subprocess
 import sys
 
@@ -14,8 +16,6 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="macOS uses Accelerat
 
 
 def fresh(code: str, **env: str) -> str:
-    import os
-
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | env, check=False
     )
@@ -63,19 +63,24 @@ def test_a_fast_blas_is_faster_than_the_reference():
 
 
 @linux
-def test_a_library_without_or_with_wrong_sgemm_is_refused():
-    assert not blas._multiplies(ctypes.CDLL(None))
+def test_a_library_without_sgemm_is_refused():
+    libm = ctypes.util.find_library("m")
+    out = fresh("from mortice import blas; print(blas.load())", MORTICE_BLAS=libm)
+    assert "no cblas_sgemm" in out
 
-    class Wrong:
-        class cblas_sgemm:
-            restype = None
 
-            def __call__(self, *args):
-                pass
-
-        cblas_sgemm = cblas_sgemm()
-
-    assert not blas._multiplies(Wrong())
+@linux
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+def test_a_library_that_multiplies_wrongly_is_refused_and_stays_out_of_mlx(tmp_path):
+    (tmp_path / "wrong.c").write_text("void cblas_sgemm() {}")
+    library = tmp_path / "libwrong.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, tmp_path / "wrong.c"], check=True)
+    code = (
+        "from mortice import blas; blas.load(); import mlx.core as mx; print((mx.ones((8, 8)) @ mx.ones((8, 8))).sum())"
+    )
+    out = fresh(code, MORTICE_BLAS=str(library))
+    assert "wrong products on this processor" in out
+    assert "array(512, dtype=float32)" in out
 
 
 def test_the_api_loads_it_before_mlx():
