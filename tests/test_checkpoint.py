@@ -7,13 +7,19 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import mlx.core as mx
+import mlx.optimizers as optim
 import pytest
+from attrs import define
 
 from mortice import atomic
 from mortice.checkpoint import Checkpoint, RunFolder, load_checkpoint
 from mortice.errors import CheckpointError, MorticeError, TrainingError
+from mortice.protocols import Policy, RunInfo
+from mortice.step import Tally
+from mortice.trainer import Pace, Signals, Trainer
 
 
 @pytest.fixture
@@ -207,3 +213,56 @@ def test_a_damaged_checkpoint_is_named(folder, name, damage):
         file.write_bytes(file.read_bytes()[:-3] if damage == "cut" else b"")
     with pytest.raises(CheckpointError, match="step-00001 is no complete checkpoint"):
         load_checkpoint(file.parent)
+
+
+@define
+class Quadratic:
+    """Stands for engine, source and adapter at once: one weight pulled to zero."""
+
+    model: object = None
+    can_validate = False
+
+    def next(self, step):
+        return ["group"], 1
+
+    def state(self):
+        return {}
+
+    def gradients(self, params, groups, randomness, poll):
+        return Tally((), {}, tokens=1), {"w": 2 * params["w"]}
+
+    def save(self, model, params, path):
+        path.mkdir(exist_ok=True)
+        mx.save_safetensors(str(path / "adapters.safetensors"), params)
+
+
+def train(folder: RunFolder, total: int, save_every: int) -> list[int]:
+    """Run to the end; the steps of all checkpoints that were made."""
+    saved = []
+    part = Quadratic()
+    trainer = Trainer(
+        engine=part, policy=Policy(None, {"w": mx.array([1.0])}), adapter=part, optimizer=optim.Adam(0.01),
+        learning_rate=lambda _: 0.01, source=part, folder=folder, pace=Pace(total, total, save_every), seed=0,
+        signals=Signals(),
+        hook=SimpleNamespace(
+            on_run_start=lambda run: None, on_step_end=lambda step, metrics: None,
+            on_checkpoint=lambda step, path: saved.append(step), on_run_end=lambda run, error: None,
+        ),
+    )  # fmt: skip
+    outcome = trainer.run(RunInfo(folder.path, total, 1, 1))
+    assert outcome.checkpoint == folder.latest()
+    return saved
+
+
+@pytest.mark.parametrize(
+    ("total", "save_every", "saved"),
+    [(81, 20, [20, 40, 60, 80, 81]), (5, 100, [5]), (80, 20, [20, 40, 60, 80])],
+)
+def test_case_b30_the_end_is_saved_once(folder, total, save_every, saved):
+    assert train(folder, total, save_every) == saved
+    assert steps(folder) == saved[-2:]
+    last = load_checkpoint(folder.latest())
+    assert last.step == last.optimizer["step"].item() == total
+    assert {"step", "learning_rate", "w.m", "w.v"} <= set(last.optimizer)
+    weights = mx.load(str(folder.latest() / "adapter" / "adapters.safetensors"))["w"]
+    assert weights.item() == mx.load(str(folder.path / "adapter" / "adapters.safetensors"))["w"].item() < 1.0
