@@ -23,7 +23,7 @@ from mortice.options import ge, gt, in_, option, optional
 from mortice.plugins import Plugins, load_plugins
 from mortice.registry import Strategy
 from mortice.runfile import Key, RunFile, apply_settings, from_tables, plain, read_run_file
-from mortice.structure import fields, structure
+from mortice.structure import fields, structure, value_of
 
 
 @frozen
@@ -318,25 +318,42 @@ class _Reader:
     plugins: Plugins
     errors: list[str] = field(factory=list)
     profile: dict[tuple[str, str], tuple[Any, str]] = field(factory=dict)
+    format_class: type | None = None
 
     def say(self, key: Key, text: str) -> None:
         self.errors.append(f"{self.file.where(key)}{'.'.join(key)}: {text}")
 
-    def core(self, name: str, extra: type | None = None) -> Any:
-        """One of the core's tables; keys of `extra` (a format's options) are left to it."""
+    def core(self, name: str) -> Any:
+        """One of the core's tables."""
         cls = CORE_TABLES[name]
         table = self.tables(name)[0][1]
         known = fields(cls)
-        others = fields(extra) if extra is not None else {}
         values = {k: v for k, v in table.items() if k in known}
         values |= self.profiled(name, known, values)
         for key in table:
-            if key not in known and key not in others:
-                self.unknown((name,), key, [*known, *others])
+            if key in known or (name == "data" and self.of_format(key)):
+                continue
+            more = fields(self.format_class) if name == "data" and self.format_class is not None else {}
+            self.unknown((name,), key, [*known, *more])
         for key, value in values.items():
             if (name, key) in PATHS and isinstance(value, str):
                 values[key] = self.path((name, key), value)
         return self.instance((name,), cls, values)
+
+    def format(self) -> Chosen | None:
+        """The data format with its options, which stand in [data] among the core's own."""
+        table = _table(self.file, "data")
+        name = table.get("format")
+        found = self.lookup(("data", "format"), "data", name) if isinstance(name, str) else None
+        if found is None:
+            return None
+        self.format_class = found.load()
+        values = {k: v for k, v in table.items() if k in fields(self.format_class)}
+        return Chosen("data", found.name, found.provider, self.instance(("data",), self.format_class, values))
+
+    def of_format(self, key: str) -> bool:
+        """Whether a key of [data] is the format's. Of a format that is not known, every key may be."""
+        return self.format_class is None or key in fields(self.format_class)
 
     def profiled(self, table: str, known: Container[str], given: Container[str]) -> dict[str, Any]:
         """What the profile of the loss says for a table, where the file says nothing."""
@@ -392,8 +409,10 @@ class _Reader:
         own = fields(cls)
         values = {k: v for k, v in table.items() if k != "name"}
         weight = values.pop("weight", 1.0) if kind == "loss" and "weight" not in own else 1.0
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)):
-            self.say((*where, "weight"), f"expected a number, found {weight!r}")
+        try:
+            weight = value_of(weight, float)
+        except ValueError as error:
+            self.say((*where, "weight"), str(error))
         values |= self.profiled(kind, own, values)
         for key in list(values):
             if key not in own:
@@ -453,7 +472,7 @@ class _Reader:
         base = Path.cwd() if self.file.from_flag(key) else self.file.base
         full = Path(value).expanduser()
         full = full if full.is_absolute() else base / full
-        full = Path(*full.parts) if ".." not in full.parts else full.resolve()
+        full = full.resolve() if ".." in full.parts else full
         if key == ("model", "path") and not full.exists() and looks_like_hub_id(value) and not full.parent.is_dir():
             return value
         return str(full)
@@ -489,17 +508,9 @@ def _build(file: RunFile, plugins: Plugins, *, stem: str = "run", check_files: b
     for loss in losses:
         for name, value in getattr(type(loss.options), "profile", {}).items():
             table, _, key = name.partition(".")
-            reader.profile[table, key] = (value, f"profile of {loss.name}")
-    form, format_class = None, None
-    name = _table(file, "data").get("format")
-    if isinstance(name, str):
-        found = reader.lookup(("data", "format"), "data", name)
-        format_class = found.load() if found is not None else None
-        if found is not None and format_class is not None:
-            own = {k: v for k, v in _table(file, "data").items() if k in fields(format_class)}
-            options = reader.instance(("data",), format_class, own)
-            form = Chosen("data", found.name, found.provider, options)
-    core = {name: reader.core(name, format_class if name == "data" else None) for name in CORE_TABLES}
+            reader.profile.setdefault((table, key), (value, f"profile of {loss.name}"))
+    form = reader.format()
+    core = {name: reader.core(name) for name in CORE_TABLES}
     chosen = list(losses)
     for kind in STRATEGY_TABLES:
         if kind != "loss":
@@ -509,8 +520,8 @@ def _build(file: RunFile, plugins: Plugins, *, stem: str = "run", check_files: b
     if reader.errors:
         raise ConfigError("\n".join(dict.fromkeys(reader.errors)))
     run_path = core["run"].path or free_path(file.base / "runs" / stem)
-    if core["run"].path is not None and check_files and run_path.exists() and any(run_path.iterdir()):
-        raise ConfigError(f"{file.where(('run', 'path'))}run.path: {run_path} exists and is not empty; choose another")
+    if core["run"].path is not None and check_files and _in_use(run_path):
+        raise ConfigError(f"{file.where(('run', 'path'))}run.path: {run_path} exists and is not an empty folder")
     profiled: dict[Key, str] = {key: origin for key, (_, origin) in reader.profile.items()}
     origins = {**profiled, **file.origins}
     return RunConfig(
@@ -522,10 +533,14 @@ def _build(file: RunFile, plugins: Plugins, *, stem: str = "run", check_files: b
 def free_path(path: Path) -> Path:
     """The path, or the first of path-2, path-3, … that does not exist or is empty."""
     number, found = 1, path
-    while found.exists() and any(found.iterdir()):
+    while _in_use(found):
         number += 1
         found = path.with_name(f"{path.name}-{number}")
     return found.absolute()
+
+
+def _in_use(path: Path) -> bool:
+    return path.exists() and (not path.is_dir() or any(path.iterdir()))
 
 
 def _check_files(reader: _Reader, data: DataOptions) -> None:
@@ -598,6 +613,9 @@ def effective_toml(config: RunConfig) -> str:
         item.comment(origin)
         table.add(name, item)
 
+    for kind in LISTS:
+        if not config.all(kind) and kind in config.file.tables:
+            document.add(kind, tomlkit.item([]).comment(config.origins.get((kind,), "default")))
     for name, cls in CORE_TABLES.items():
         if name == "plugins":
             values, _ = structure(PluginOptions, _table(config.file, "plugins"))
@@ -615,6 +633,8 @@ def effective_toml(config: RunConfig) -> str:
     for kind in STRATEGY_TABLES:
         found = config.all(kind)
         many = kind in LISTS and (len(found) > 1 or isinstance(config.file.tables.get(kind), list))
+        if many and not found:
+            continue
         tables = tomlkit.aot() if many else None
         for i, chosen in enumerate(found):
             key: Key = (kind, str(i)) if many else (kind,)

@@ -52,6 +52,8 @@ class Plugin:
 
     entry: Entry
     status: str = "off"
+    disabled: bool = False
+    """Whether `[plugins] disable` names it."""
     error: BaseException | None = None
     strategies: list[Strategy] = field(factory=list)
     hooks: list[str] = field(factory=list)
@@ -110,10 +112,12 @@ class Plugins:
                 raise PluginImportFailed(f"{kind} {name!r}: {plugin.failure()}") from plugin.error
         provider = self.provider(kind, name)
         if provider is not None:
-            raise PluginNotEnabled(
-                f"{kind} {name!r} is in plugin {provider.name!r} of {provider.dist}, which this run does not enable; "
-                f'add "{provider.name}" to enable in [plugins]'
+            disabled = any(p.disabled for p in self.plugins if p.entry == provider)
+            state = (
+                "disables; take it out of disable" if disabled else f'does not enable; add "{provider.name}" to enable'
             )
+            where = f"plugin {provider.name!r} of {provider.dist}"
+            raise PluginNotEnabled(f"{kind} {name!r} is in {where}, which this run {state} in [plugins]")
         try:
             return self.registry.get(kind, name)
         except UnknownStrategy as error:
@@ -159,19 +163,22 @@ def load_plugins(
                     f"(installed: {', '.join(have) or 'none'})"
                 )
 
+    def unwanted(entry: Entry) -> bool:
+        return any(entry.called(name) for name in disable)
+
     def wanted(entry: Entry) -> bool:
-        if any(entry.called(name) for name in disable):
+        if unwanted(entry):
             return False
         return enable is None or entry.name == ALWAYS or any(entry.called(name) for name in enable)
 
     manager = _manager()
-    plugins = [_load(e, manager) if wanted(e) else Plugin(e) for e in entries]
+    plugins = [_load(e, manager) if wanted(e) else Plugin(e, disabled=unwanted(e)) for e in entries]
     loaded = Plugins(plugins, manager)
     for kind, name in strategies:
         if loaded.registry.claims(kind, name):
             continue
         entry = loaded.provider(kind, name)
-        if entry is not None and not any(entry.called(n) for n in disable):
+        if entry is not None and not unwanted(entry):
             plugins = [_load(entry, manager) if p.entry == entry else p for p in loaded.plugins]
             loaded = Plugins(plugins, manager)
     if strict and loaded.failed:
@@ -205,7 +212,7 @@ def _load(entry: Entry, manager: pluggy.PluginManager) -> Plugin:
                     impl.function(register)
                     plugin.strategies += register.strategies
         return plugin
-    except Exception as error:  # the plugin boundary: whatever a plugin raises is kept and shown
+    except (Exception, SystemExit) as error:  # the plugin boundary: whatever a plugin raises is kept and shown
         if module is not None and manager.is_registered(module):
             manager.unregister(module)
-        return Plugin(entry, "failed", error)
+        return Plugin(entry, "failed", error=error)

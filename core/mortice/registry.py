@@ -44,7 +44,7 @@ class Strategy:
         module, _, name = self.target.partition(":")
         try:
             return getattr(importlib.import_module(module), name)
-        except Exception as error:  # the plugin boundary: whatever an import of it raises
+        except (Exception, SystemExit) as error:  # the plugin boundary: whatever an import of it raises
             raise PluginImportFailed(
                 f"{self.kind} {self.name!r} of {self.provider} (plugin {self.plugin!r}): "
                 f"{self.target} cannot be imported: {type(error).__name__}: {error}"
@@ -111,11 +111,14 @@ class Registry:
             known = ", ".join(names) or f"none; no enabled plugin has a {kind}"
             raise UnknownStrategy(f"unknown {kind} {name!r}{suggest(name, names)} (available: {known})")
         if len(claims) > 1:
-            who = " and ".join(sorted(s.qualified for s in claims))
-            raise StrategyClaimedTwice(
-                f"{kind} {name!r} is claimed twice, by {who}; write the full name to choose one, "
-                f'for example name = "{claims[0].qualified}"'
-            )
+            claims = sorted(claims, key=lambda s: (s.provider, s.plugin))
+            if len({s.provider for s in claims}) < len(claims):
+                who = " and ".join(f"plugin {s.plugin!r} of {s.provider}" for s in claims)
+                remedy = "disable one of them in [plugins]"
+            else:
+                who = " and ".join(s.qualified for s in claims)
+                remedy = f'write the full name to choose one, for example name = "{claims[0].qualified}"'
+            raise StrategyClaimedTwice(f"{kind} {name!r} is claimed twice, by {who}; {remedy}")
         return claims[0]
 
     def defaults(self, kind: str) -> list[Strategy]:

@@ -75,6 +75,7 @@ def _item(node: list[Any], part: str, key: str) -> Any:
 def read_run_file(path: str | Path) -> RunFile:
     """Raises ConfigError, with file and line, for a file that is missing or no TOML."""
     file = Path(path).expanduser().absolute()
+    file = file.resolve() if ".." in file.parts else file
     try:
         content = file.read_bytes()
     except OSError as error:
@@ -98,7 +99,7 @@ def read_run_file(path: str | Path) -> RunFile:
         at = re.search(r"\(at line (\d+), column \d+\)|\(at end of document\)", str(error))
         line = int(at[1]) if at and at[1] else text.count("\n") + 1
         reason = str(error).replace(at[0], "").strip() if at else str(error)
-        source = text.splitlines()[line - 1].strip() if line <= len(text.splitlines()) else ""
+        source = text.split("\n")[line - 1].strip()
         raise ConfigError(f"{file}:{line}: {reason}: {source}") from error
     origins = {key: f"{file.name}:{line}" for key, line in key_lines(text).items()}
     return RunFile(tables, file.parent, file.name, origins, notices)
@@ -160,7 +161,7 @@ def key_lines(text: str) -> dict[Key, int]:
     places: dict[Key, int] = {}
     table: Key = ()
     depth, quote = 0, ""
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if not depth and not quote:
             header = _HEADER.match(line)
             if header:
@@ -190,10 +191,12 @@ def _open(line: str, depth: int, quote: str) -> tuple[int, str]:
     i = 0
     while i < len(line):
         if quote:
-            end = line.find(quote, i)
-            if end < 0:
-                return depth, quote if len(quote) == 3 else ""
-            i, quote = end + len(quote), ""
+            if line[i] == "\\" and quote[0] == '"':
+                i += 2
+            elif line.startswith(quote, i):
+                i, quote = i + len(quote), ""
+            else:
+                i += 1
         elif line.startswith(('"""', "'''"), i):
             quote, i = line[i : i + 3], i + 3
         elif line[i] in "\"'":

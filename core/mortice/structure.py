@@ -10,12 +10,15 @@ import contextlib
 import math
 import types
 import typing
+from collections import abc
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
 import cattrs
+
+from mortice.errors import suggest
 
 
 def _number(text: str) -> bool:
@@ -93,6 +96,33 @@ def _sequence(value: Any, kind: Any) -> Any:
     return tuple(items) if typing.get_origin(kind) is tuple else items
 
 
+def _literal(value: Any, kind: Any) -> Any:
+    allowed = typing.get_args(kind)
+    if not any(value == a and type(value) is type(a) for a in allowed):  # 1 is not true
+        raise ValueError(f"expected {type_name(kind)}, {_found(value)}")
+    return value
+
+
+def _mapping(value: Any, kind: Any) -> Any:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"expected {type_name(kind)}, {_found(value)}")
+    _, member = typing.get_args(kind) or (Any, Any)
+    return {key: value_of(item, member) for key, item in value.items()}
+
+
+def _table(value: Any, cls: Any) -> Any:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"expected {type_name(cls)}, {_found(value)}")
+    instance, errors = structure(cls, value)
+    errors |= {key: f"unknown key{suggest(key, fields(cls))}" for key in value if key not in fields(cls)}
+    if errors:
+        raise ValueError("; ".join(f"{key}: {text}" for key, text in errors.items()))
+    return instance
+
+
+converter.register_structure_hook_func(attrs.has, _table)
+converter.register_structure_hook_func(lambda kind: typing.get_origin(kind) is typing.Literal, _literal)
+converter.register_structure_hook_func(lambda kind: typing.get_origin(kind) in (dict, abc.Mapping), _mapping)
 converter.register_structure_hook_func(_is_union, _union)
 converter.register_structure_hook_func(lambda kind: typing.get_origin(kind) in (list, tuple), _sequence)
 
@@ -113,6 +143,10 @@ def type_name(kind: Any) -> str:
     if typing.get_origin(kind) in (list, tuple):
         member = typing.get_args(kind)[0]
         return f"a list of {type_name(member).removeprefix('a ').removeprefix('an ')}s"
+    if typing.get_origin(kind) is typing.Literal:
+        return " or ".join(f'"{a}"' if isinstance(a, str) else str(a) for a in typing.get_args(kind))
+    if attrs.has(kind) or typing.get_origin(kind) in (dict, abc.Mapping):
+        return "a table"
     return getattr(kind, "__name__", str(kind))
 
 
