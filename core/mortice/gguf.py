@@ -1,7 +1,7 @@
 """A GGUF file to a model folder: config.json, model.safetensors, tokenizer.json and a chat template.
 
-Reads what `mx.load` reads: F32, F16, BF16, and Q4_0, Q4_1, Q8_0, which are MLX's own packing (groups of 32) bit for
-bit. Llama-like models with a byte-level BPE tokenizer. What cannot be mapped is refused by name.
+Q4_0, Q4_1 and Q8_0 are MLX's own packing (groups of 32) bit for bit and stay packed; F32, F16, BF16, Q2_K and Q6_K
+become floats. Llama-like models with a byte-level BPE tokenizer. What cannot be mapped is refused by name.
 
 llama.cpp keeps the rows of q and k in another order (interleaved pairs for its rotary positions); they are put back.
 The order of rows is not visible in a shape: without it a model answers, only badly.
@@ -19,6 +19,7 @@ from attrs import frozen
 
 from mortice import atomic
 from mortice.errors import CheckpointError
+from mortice.gguf_header import read_header
 from mortice.linear import Quantization
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -43,6 +44,8 @@ _LLAMA3 = (
     r"|\s+(?!\S)|\s+"
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+CONTROL, USER_DEFINED = 3, 4
+"""Of `tokenizer.ggml.token_type`."""
 SPLITS = {"smollm": None, "gpt-2": _GPT2, "default": _GPT2, "llama-bpe": _LLAMA3, "qwen2": _QWEN2}
 """How text is cut before BPE, by the file's `tokenizer.ggml.pre`."""
 
@@ -67,8 +70,11 @@ def convert_gguf(
     file, folder = Path(source).expanduser(), Path(target).expanduser().absolute()
     if folder.exists() and any(folder.iterdir()):
         raise CheckpointError(f"{folder} exists and is not empty")
-    arrays, metadata = read_gguf(file)
-    config = make_config(metadata, tied="output.weight" not in arrays)
+    metadata = read_header(file).metadata
+    config = make_config(metadata)
+    arrays: dict[str, mx.array] = mx.load(str(file), format="gguf")  # type: ignore[assignment]
+    config["vocab_size"] = arrays["token_embd.weight"].shape[0]
+    config["tie_word_embeddings"] = "output.weight" not in arrays
     weights = rename(arrays, config)
     packed = {
         name.removesuffix(".scales"): _quantization(weights, name) for name in weights if name.endswith(".scales")
@@ -88,23 +94,11 @@ def convert_gguf(
     return Converted(folder, len(weights), size, bool(packed))
 
 
-def read_gguf(file: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
-    """Arrays and metadata, scalars as Python numbers. Raises CheckpointError."""
-    if not file.is_file():
-        raise CheckpointError(f"GGUF file not found: {file.absolute()}")
-    with file.open("rb") as opened:
-        if opened.read(4) != b"GGUF":
-            raise CheckpointError(f"{file} is no GGUF file")
-    try:
-        arrays, metadata = mx.load(str(file), format="gguf", return_metadata=True)
-    except (RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{file}: {error} (F32, F16, BF16, Q4_0, Q4_1 and Q8_0 can be read)") from error
-    plain = {k: v.tolist() if isinstance(v, mx.array) else v for k, v in metadata.items()}
-    return arrays, plain
+def make_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json from the metadata, with the rotary keys that older readers know too.
 
-
-def make_config(metadata: Mapping[str, Any], *, tied: bool) -> dict[str, Any]:
-    """config.json from the metadata, with the rotary keys that older readers know too."""
+    Raises CheckpointError for an architecture or a rotary scaling that is not supported.
+    """
     kind = metadata.get("general.architecture")
     if kind != "llama":
         raise CheckpointError(f"GGUF architecture {kind!r} is not supported (supported: 'llama')")
@@ -118,6 +112,10 @@ def make_config(metadata: Mapping[str, Any], *, tied: bool) -> dict[str, Any]:
         return metadata[key]
 
     heads = need("llama.attention.head_count")
+    head_dim = metadata.get("llama.attention.key_length", need("llama.embedding_length") // heads)
+    rotated = metadata.get("llama.rope.dimension_count", head_dim)
+    if rotated != head_dim:
+        raise CheckpointError(f"GGUF rope over {rotated} of {head_dim} dimensions is not supported")
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -126,15 +124,13 @@ def make_config(metadata: Mapping[str, Any], *, tied: bool) -> dict[str, Any]:
         "num_hidden_layers": need("llama.block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": metadata.get("llama.attention.head_count_kv", heads),
-        "head_dim": metadata.get("llama.attention.key_length", need("llama.embedding_length") // heads),
+        "head_dim": head_dim,
         "rms_norm_eps": round(need("llama.attention.layer_norm_rms_epsilon"), 12),
         "rope_theta": metadata.get("llama.rope.freq_base", 10000.0),
         "max_position_embeddings": metadata.get("llama.context_length", 2048),
-        "vocab_size": len(need("tokenizer.ggml.tokens")),
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        "tie_word_embeddings": tied,
         "torch_dtype": "float16",
     }
     for name in ("bos", "eos"):
@@ -149,8 +145,8 @@ def rename(arrays: Mapping[str, mx.array], config: Mapping[str, Any]) -> dict[st
     for name, array in arrays.items():
         parts = name.split(".")
         layer = f"model.layers.{parts[1]}." if parts[0] == "blk" else ""
-        stem, suffix = parts[-2], parts[-1]
-        if stem not in NAMES:
+        stem, suffix = parts[-2:]
+        if stem not in NAMES or suffix not in ("weight", "scales", "biases"):
             unknown.append(name)
             continue
         if stem in ("attn_q", "attn_k"):
@@ -204,7 +200,7 @@ def quantization_table(packed: Mapping[str, Quantization]) -> dict[str, Any]:
 
 def write_tokenizer(folder: Path, metadata: Mapping[str, Any]) -> None:
     """tokenizer.json and tokenizer_config.json. Raises CheckpointError for a tokenizer of another kind."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
     if kind != "gpt2" or pre not in SPLITS:
@@ -212,9 +208,13 @@ def write_tokenizer(folder: Path, metadata: Mapping[str, Any]) -> None:
             f"GGUF tokenizer {kind!r} with pre-tokenizer {pre!r} is not supported "
             f"(supported: 'gpt2' with {', '.join(SPLITS)})"
         )
+    if "tokenizer.ggml.tokens" not in metadata:
+        raise CheckpointError("the GGUF metadata lacks 'tokenizer.ggml.tokens'")
     tokens = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", [])]
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    llama3 = pre == "llama-bpe"  # takes whole words from the vocabulary, and begins with BOS unless told not to
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=llama3))
     split = SPLITS[pre]
     if split is None:
         steps: list[Any] = [
@@ -228,8 +228,14 @@ def write_tokenizer(folder: Path, metadata: Mapping[str, Any]) -> None:
         ]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
-    control = [tokens[i] for i, t in enumerate(metadata.get("tokenizer.ggml.token_type", [])) if t == 3]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    for token, kind in zip(tokens, metadata.get("tokenizer.ggml.token_type", [])):
+        if kind in (CONTROL, USER_DEFINED):
+            tokenizer.add_tokens([AddedToken(token, special=kind == CONTROL, normalized=False)])
+    bos = metadata.get("tokenizer.ggml.bos_token_id")
+    if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", llama3):
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{tokens[bos]} $A", special_tokens=[(tokens[bos], bos)]
+        )
     tokenizer.save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):

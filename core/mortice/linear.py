@@ -6,6 +6,7 @@ another type is brought to float32 on the fly, forward and backward, and never k
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -38,7 +39,7 @@ def on_cpu() -> bool:
     return mx.default_device() == mx.cpu
 
 
-def float32_product(x: mx.array, stored: list[mx.array], unpack: Any) -> mx.array:
+def float32_product(x: mx.array, stored: list[mx.array], unpack: Callable[..., mx.array]) -> mx.array:
     """`x @ W.T` in float32, W unpacked from `stored` for the forward and again for the backward.
 
     `x [T, in]` → `[T, out]` in the type of `x`. No gradient to the stored weight.
@@ -52,7 +53,8 @@ def float32_product(x: mx.array, stored: list[mx.array], unpack: Any) -> mx.arra
     def product_vjp(primals: Any, cotangent: mx.array, _: Any) -> mx.array:
         return cotangent @ unpack(*stored).astype(mx.float32)
 
-    return product(x.astype(mx.float32)).astype(x.dtype)
+    y: mx.array = product(x.astype(mx.float32))  # type: ignore[assignment]
+    return y.astype(x.dtype)
 
 
 class Linear(nn.Module):

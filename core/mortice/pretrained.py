@@ -197,25 +197,51 @@ def open_weights(folder: Path, *names: str) -> dict[str, mx.array]:
                 header.keys()
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} is damaged or cut short: {error}") from error
-        weights |= mx.load(str(file))
+        try:
+            tensors: Any = mx.load(str(file))
+        except RuntimeError as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
+        weights |= tensors
     return weights
 
 
 def _quantize(model: Model, config: Mapping[str, Any], stored: Mapping[str, mx.array]) -> None:
-    """Packed twins for the layers whose weights are stored with scales, with per-layer options."""
+    """Packed twins for the layers whose weights are stored with scales.
+
+    Bits and group size follow from the shapes; a layer's own entry in the config must agree with them, and `false`
+    there keeps the layer as it is. Raises CheckpointError for a packing that is not MLX's.
+    """
     table = config.get("quantization") or config.get("quantization_config") or {}
+    if "quant_method" in table:
+        raise CheckpointError(
+            f"config.json: weights packed by {table['quant_method']!r} are not supported (supported: MLX's own)"
+        )
     names = model.sanitize({name: value for name, value in stored.items() if name.endswith((".scales", ".weight"))})
     for name, module, put in list(model.named_modules()):
         scales = names.get(f"{name}.scales")
-        if scales is None or not isinstance(module, (Linear, Embedding)):
+        own = table.get(name)
+        if scales is None or own is False or not isinstance(module, (Linear, Embedding)):
             continue
         packed, inputs = names[f"{name}.weight"], module.weight.shape[1]
-        own = table.get(name)
-        rule = own if isinstance(own, Mapping) else table
-        mode = rule.get("mode") or ("affine" if scales.dtype in FLOATS else _mode(packed, inputs, scales))
-        bits, group = packed.shape[1] * 32 // inputs, inputs // scales.shape[1]
-        put(quantized(module, Quantization(bits, group, mode)))
+        mode = "affine" if scales.dtype in FLOATS else _mode(packed, inputs, scales)
+        found = Quantization(packed.shape[1] * 32 // inputs, inputs // scales.shape[1], mode)
+        _check_packing(name, found, own if isinstance(own, Mapping) else {})
+        put(quantized(module, found))
     model.invalidate()
+
+
+def _check_packing(name: str, found: Quantization, stated: Mapping[str, Any]) -> None:
+    groups = {"affine": (32, 64, 128), "mxfp4": (32,), "nvfp4": (16,), "mxfp8": (32,)}
+    if found.bits not in range(2, 9) or found.group_size not in groups[found.mode]:
+        raise CheckpointError(
+            f"{name} is packed with {found.bits} bits in groups of {found.group_size} by its shape, "
+            "which is no packing of MLX; is config.json that of these weights?"
+        )
+    for key in ("bits", "group_size"):
+        if stated.get(key, getattr(found, key)) != getattr(found, key):
+            raise CheckpointError(
+                f"{name} is stored with {key} {getattr(found, key)}, config.json says {stated[key]} for it"
+            )
 
 
 def _mode(packed: mx.array, inputs: int, scales: mx.array) -> str:
@@ -279,7 +305,7 @@ def open_adapter(plugins: Plugins, path: Path, model: Model) -> tuple[Adapter, P
     if not folder.is_dir():
         raise CheckpointError(f"adapter folder not found: {folder}")
     classes = [(s, s.load()) for s in plugins.registry.all("adapter")]
-    claims = [cls for _, cls in classes if hasattr(cls, "claims") and cls.claims(folder)]
+    claims: list[Any] = [cls for _, cls in classes if hasattr(cls, "claims") and cls.claims(folder)]
     if not claims:
         have = ", ".join(s.name for s, _ in classes) or "none"
         raise CheckpointError(f"{folder} is no adapter that can be read (adapter kinds: {have})")

@@ -9,13 +9,14 @@ from __future__ import annotations
 import fnmatch
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from attrs import field, frozen
+from attrs import asdict, field, frozen
 
 from mortice import atomic
 from mortice.errors import CheckpointError, ConfigError, suggest
@@ -28,10 +29,13 @@ from mortice.randomness import stable_key
 
 DEFAULT_SCALE = 2.0
 UNSUPPORTED = (
-    "modules_to_save", "use_dora", "lora_bias", "trainable_token_indices", "target_parameters", "fan_in_fan_out",
-    "use_qalora", "use_bdlora", "layer_replication", "arrow_config", "corda_config", "eva_config",
+    "alora_invocation_tokens", "arrow_config", "corda_config", "fan_in_fan_out", "kasa_config", "layer_replication",
+    "loftq_config", "lora_bias", "lora_ga_config", "modules_to_save", "monteclora_config", "target_parameters",
+    "trainable_token_indices", "use_bdlora", "use_dora", "use_qalora", "velora_config",
 )  # fmt: skip
-"""PEFT options that change what an adapter computes and have no counterpart here."""
+"""PEFT options that change what an adapter computes, or the weights below it, and have no counterpart here."""
+CHANGED_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
+"""Values of PEFT's `init_lora_weights` under which the adapter belongs to changed base weights."""
 
 
 class LoRALinear(nn.Module):
@@ -43,8 +47,13 @@ class LoRALinear(nn.Module):
         super().__init__()
         self._base = base
         self._scale = scale
-        self.lora_a = mx.zeros((base.inputs, rank))
-        self.lora_b = mx.zeros((rank, base.outputs))
+        outputs, inputs = shape_of(base)
+        self.lora_a = mx.zeros((inputs, rank))
+        self.lora_b = mx.zeros((rank, outputs))
+
+    @property
+    def scale(self) -> float:
+        return self._scale
 
     def __call__(self, x: mx.array) -> mx.array:
         y = self._base(x)
@@ -52,8 +61,22 @@ class LoRALinear(nn.Module):
         return y + (self._scale * low).astype(y.dtype)
 
 
-def _pattern_list(value: Any) -> tuple[str, ...] | None:
-    return None if value is None else tuple(value)
+def shape_of(linear: nn.Module) -> tuple[int, int]:
+    """Rows and columns of a linear layer's matrix, unpacked."""
+    if "scales" not in linear:
+        return linear.weight.shape
+    if isinstance(linear, QuantizedLinear):
+        return linear.shape
+    return linear.weight.shape[0], linear.scales.shape[1] * linear.group_size
+
+
+def _pattern_list(value: Any) -> Any:
+    return value if value is None or isinstance(value, str) else tuple(value)
+
+
+def _names(instance: Any, attribute: Any, value: Any) -> None:
+    if isinstance(value, str) or value == ():
+        raise ValueError(f"targets must be a list of at least one name, found {value!r}")
 
 
 @frozen
@@ -73,6 +96,7 @@ class LoRA:
         default=None,
         kw_only=True,
         converter=_pattern_list,
+        validator=_names,
         metadata={
             "help": "linear layers to adapt: names (`q_proj`), parts of names (`self_attn.*`) or full names, "
             "with * and ?; default: every linear layer of the blocks"
@@ -130,27 +154,30 @@ class LoRA:
         return {name: mx.zeros_like(v) if name.endswith("lora_b") else v for name, v in params.items()}
 
     def save(self, model: Model, params: Params, path: Path, /) -> None:
-        modules = sorted({name.rpartition(".")[0] for name in params})
+        rank, scale, tensors = uniform(params, scales_of(model))
         config = {
             "fine_tune_type": "lora",
             "num_layers": model.num_layers if self.layers is None else self.layers,
             "lora_parameters": {
-                "rank": self.rank,
-                "scale": self.factor,
+                "rank": rank,
+                "scale": scale,
                 "dropout": 0.0,
-                "keys": sorted({block_name(name) for name in modules}),
+                "keys": sorted({block_name(name.rpartition(".")[0]) for name in tensors}),
             },
-            "mortice": {"modules": modules},
+            "mortice": {"adapter": {"name": "lora"} | asdict(self, filter=lambda _, value: value is not None)},
         }
         with atomic.writing_folder(path) as folder:
-            mx.save_safetensors(str(folder / "adapters.safetensors"), dict(params), metadata={"format": "mlx"})
+            mx.save_safetensors(str(folder / "adapters.safetensors"), tensors, metadata={"format": "mlx"})
             (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
     def load(self, model: Model, path: Path, params: Params, /) -> Params:
         saved = read_saved(path)
-        if saved.plan(model) != dict.fromkeys(saved.modules, (self.rank, self.factor)):
-            raise CheckpointError(f"{path} was made with another rank or scale than {self.rank} and {self.factor}")
-        return saved.checked(params)
+        values = saved.checked(params)
+        here = scales_of(model)
+        wrong = [f"{n} {s:g} (here {here[n]:g})" for n, s in saved.scales.items() if not math.isclose(s, here[n])]
+        if wrong:
+            raise CheckpointError(f"{path} was trained with another scale: {some(wrong)}")
+        return values
 
     @classmethod
     def claims(cls, path: Path) -> bool:
@@ -170,7 +197,7 @@ class LoRA:
         plan = saved.plan(model)
         params = saved.checked(wrap(model, plan))
         model.bind(params)
-        rank, scale = next(iter(plan.values()))
+        rank, scale = max(plan.values())
         return cls(rank=rank, scale=scale, targets=tuple(plan)), params
 
 
@@ -226,6 +253,28 @@ def wrap(model: Model, plan: Mapping[str, tuple[int, float]]) -> Params:
     return {f"{name}.{part}": named[f"{name}.{part}"] for name in plan for part in ("lora_a", "lora_b")}
 
 
+def scales_of(model: Model) -> dict[str, float]:
+    """The scale of every adapted layer by full name."""
+    return {name: m.scale for name, m, _ in model.named_modules() if isinstance(m, LoRALinear)}
+
+
+def uniform(params: Params, scales: Mapping[str, float]) -> tuple[int, float, Params]:
+    """The same function with one rank and one scale, which is all that mlx-lm's folder can say: lower ranks are padded
+    with zeros, other scales go into B."""
+    rank = max(value.shape[1] for name, value in params.items() if name.endswith("lora_a"))
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in params)
+    scale = scales[next(iter(modules))]
+    tensors = {}
+    for module in modules:
+        a, b = params[f"{module}.lora_a"], params[f"{module}.lora_b"]
+        short = rank - a.shape[1]
+        if scales[module] != scale:
+            b = b * (scales[module] / scale)
+        tensors[f"{module}.lora_a"] = mx.pad(a, [(0, 0), (0, short)]) if short else a
+        tensors[f"{module}.lora_b"] = mx.pad(b, [(0, short), (0, 0)]) if short else b
+    return rank, scale, tensors
+
+
 @frozen
 class Saved:
     """An adapter folder, PEFT's or mlx-lm's, in mortice's names and orientation."""
@@ -235,16 +284,15 @@ class Saved:
     scales: Mapping[str, float]
     """Of each module."""
 
-    @property
-    def modules(self) -> list[str]:
-        return list(self.scales)
-
     def plan(self, model: Model) -> dict[str, tuple[int, float]]:
         """Rank and scale of every module. Raises CheckpointError for modules that the model does not have."""
         linear = linear_layers(model)
         unknown = [name for name in self.scales if name not in linear]
         if unknown:
             raise CheckpointError(f"{self.path}: the model has no linear layer {some(unknown)}")
+        lone = [name for name in self.scales if f"{name}.lora_a" not in self.tensors]
+        if lone:
+            raise CheckpointError(f"{self.path} lacks the first factor of {some(lone)}")
         return {name: (self.tensors[f"{name}.lora_a"].shape[1], scale) for name, scale in self.scales.items()}
 
     def checked(self, params: Params) -> Params:
@@ -281,18 +329,10 @@ def _read_mlx(path: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.ar
 
 def _read_peft(path: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> Saved:
     """PEFT keeps A as `[r, in]` and B as `[out, r]`; its scale is alpha / r, or alpha / √r with rsLoRA."""
-    refused = [
-        key
-        for key in (
-            "modules_to_save",
-            "use_dora",
-            "lora_bias",
-            "trainable_token_indices",
-            "fan_in_fan_out",
-            "use_qalora",
-        )
-        if config.get(key)
-    ]
+    refused = [key for key in UNSUPPORTED if config.get(key)]
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(CHANGED_BASE):
+        refused.append(f"init_lora_weights = {start}")
     refused += ["bias"] if config.get("bias", "none") != "none" else []
     if config.get("peft_type") != "LORA":
         refused.append(f"peft_type = {config['peft_type']}")
@@ -307,14 +347,17 @@ def _read_peft(path: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.a
                 break
         else:
             raise CheckpointError(f"{path}: tensor {name!r} has no counterpart here")
+    if "lora_alpha" not in config:
+        raise CheckpointError(f"{path / 'adapter_config.json'} lacks lora_alpha")
     scales = {}
     for module in sorted({name.rpartition(".")[0] for name in found}):
-        rank = found[f"{module}.lora_a"].shape[1]
+        a = found.get(f"{module}.lora_a")
+        rank = found[f"{module}.lora_b"].shape[0] if a is None else a.shape[1]
         alpha = _by_pattern(config.get("alpha_pattern") or {}, module, config["lora_alpha"])
         scales[module] = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return Saved(path, found, scales)
 
 
 def _by_pattern(patterns: Mapping[str, float], module: str, default: float) -> float:
-    """PEFT's rule: the first pattern that is the module's name or a dotted end of it."""
-    return next((v for p, v in patterns.items() if module == p or module.endswith(f".{p}")), default)
+    """PEFT's rule: the first regular expression that matches the module's name or a dotted end of it."""
+    return next((value for p, value in patterns.items() if re.fullmatch(rf"(.*\.)?({p})", module)), default)

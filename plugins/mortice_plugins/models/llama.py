@@ -92,10 +92,15 @@ class LlamaConfig:
 
 
 def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
-    window = config.get("sliding_window")
-    if not window or (config["model_type"] == "qwen3" and not config.get("use_sliding_window")):
+    """Absent keys mean what they mean to the family: Mistral's window is 4096, Qwen3's begins at `max_window_layers`,
+    Llama has none."""
+    family, kinds = config["model_type"], config.get("layer_types")
+    window = config.get("sliding_window", 4096 if family == "mistral" else None)
+    if not window or (family == "qwen3" and not config.get("use_sliding_window")) or (family == "llama" and not kinds):
         return (None,) * layers
-    kinds = config.get("layer_types") or ["sliding_attention"] * layers
+    if kinds is None:
+        full = config.get("max_window_layers", 28) if family == "qwen3" else 0
+        kinds = ["full_attention" if i < full else "sliding_attention" for i in range(layers)]
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
@@ -105,22 +110,33 @@ def _rope(config: Mapping[str, Any], head_dim: int) -> Rope:
         options = dict(config.get("rope_scaling") or {})
         options["rope_theta"] = config.get("rope_theta") or 10000.0
     kind = options.get("rope_type") or options.get("type") or "default"
+
+    def need(key: str) -> float:
+        if key not in options:
+            raise CheckpointError(f"config.json: rope type {kind!r} needs {key!r} among the rotary options")
+        return options[key]
+
+    partial = options.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0) or any(isinstance(value, Mapping) for value in options.values()):
+        raise CheckpointError("config.json: rotary positions on part of a head or by layer type are not supported")
     base = float(options.get("rope_theta") or config.get("rope_theta") or 10000.0)
     traditional = bool(config.get("rope_traditional", False))
     if kind == "default":
         return Rope(head_dim, base, None, 1.0, traditional)
     if kind == "linear":
-        return Rope(head_dim, base, None, 1.0 / options["factor"], traditional)
+        return Rope(head_dim, base, None, 1.0 / need("factor"), traditional)
     if kind == "llama3":
-        return Rope(head_dim, None, llama3_freqs(head_dim, base, options), 1.0, traditional)
+        freqs = llama3_freqs(
+            head_dim, base, need("factor"), need("low_freq_factor"), need("high_freq_factor"),
+            need("original_max_position_embeddings"),
+        )  # fmt: skip
+        return Rope(head_dim, None, freqs, 1.0, traditional)
     raise CheckpointError(f"config.json: rope type {kind!r} is not supported (supported: default, linear, llama3)")
 
 
-def llama3_freqs(dims: int, base: float, options: Mapping[str, Any]) -> mx.array:
-    """Wavelength divisors `[dims / 2]` of Llama 3's scaling: long wavelengths are stretched by `factor`, short ones
-    kept, those between blended."""
-    factor, low, high = options["factor"], options["low_freq_factor"], options["high_freq_factor"]
-    original = options["original_max_position_embeddings"]
+def llama3_freqs(dims: int, base: float, factor: float, low: float, high: float, original: float) -> mx.array:
+    """Wavelength divisors `[dims / 2]` of Llama 3's scaling: wavelengths longer than `original / low` tokens are
+    stretched by `factor`, those shorter than `original / high` kept, those between blended."""
     freqs = base ** (mx.arange(0, dims, 2).astype(mx.float32) / dims)
     wavelengths = 2 * math.pi * freqs
     smooth = (original / wavelengths - low) / (high - low)
