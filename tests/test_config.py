@@ -114,6 +114,13 @@ def test_profile_leaves_out_what_the_chosen_strategy_lacks(load):
     assert not hasattr(config.adapter, "rank")
 
 
+def test_profile_yields_to_a_key_that_says_the_same_otherwise(load):
+    config = load(BASE + "[adapter]\nalpha = 64\n")
+    assert (config.adapter.rank, config.adapter.alpha, config.adapter.scale) == (16, 64.0, None)
+    assert config.adapter.factor == 4.0
+    assert load(config.effective_toml(), name="again.toml").adapter == config.adapter
+
+
 def test_a_loss_is_required_and_the_available_ones_are_listed(refused):
     message = refused(MODEL + DATA)
     assert "loss: required" in message and "orpo" in message and "sft" in message
@@ -388,6 +395,8 @@ def test_an_empty_list_of_trackers_means_none_also_when_it_is_read_back(load):
 def test_keys_of_an_unknown_format_are_not_judged(refused):
     message = refused(MODEL + '[data]\nformat = "preferense"\ntemplate = "none"\n' + LOSS)
     assert "did you mean 'preference'" in message and "template" not in message
+    message = refused(MODEL + '[data]\nformt = "preference"\n' + LOSS)
+    assert "data.formt: unknown key; did you mean 'format'?" in message and "data.format: is required" in message
 
 
 def test_options_of_a_format_stand_among_those_of_the_data(load, refused):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -329,7 +329,7 @@ class _Reader:
         table = self.tables(name)[0][1]
         known = fields(cls)
         values = {k: v for k, v in table.items() if k in known}
-        values |= self.profiled(name, known, values)
+        values = self.with_profile(name, cls, values)
         for key in table:
             if key in known or (name == "data" and self.of_format(key)):
                 continue
@@ -352,16 +352,20 @@ class _Reader:
         return Chosen("data", found.name, found.provider, self.instance(("data",), self.format_class, values))
 
     def of_format(self, key: str) -> bool:
-        """Whether a key of [data] is the format's. Of a format that is not known, every key may be."""
-        return self.format_class is None or key in fields(self.format_class)
+        """Whether a key of [data] is the format's. Of a format that nobody knows, every key may be."""
+        if self.format_class is None:
+            return "format" in _table(self.file, "data")
+        return key in fields(self.format_class)
 
-    def profiled(self, table: str, known: Container[str], given: Container[str]) -> dict[str, Any]:
-        """What the profile of the loss says for a table, where the file says nothing."""
-        return {
-            key: value
-            for (home, key), (value, _) in self.profile.items()
-            if home == table and key in known and key not in given
-        }
+    def with_profile(self, table: str, cls: type, given: dict[str, Any]) -> dict[str, Any]:
+        """What is given, and below it the profile of the loss, but for what it excludes (a scale beside an alpha)."""
+        values = dict(given)
+        for (home, key), (value, _) in self.profile.items():
+            if home == table and key in fields(cls) and key not in values:
+                _, errors = structure(cls, values | {key: value})
+                if "" not in errors:
+                    values[key] = value
+        return values
 
     def tables(self, name: str) -> list[tuple[Key, dict[str, Any]]]:
         """The tables of a name with their keys: one, or those of a list."""
@@ -408,15 +412,16 @@ class _Reader:
         cls = found.load()
         own = fields(cls)
         values = {k: v for k, v in table.items() if k != "name"}
-        weight = values.pop("weight", 1.0) if kind == "loss" and "weight" not in own else 1.0
-        try:
-            weight = value_of(weight, float)
-        except ValueError as error:
-            self.say((*where, "weight"), str(error))
-        values |= self.profiled(kind, own, values)
+        weight, weighted = 1.0, kind == "loss" and "weight" not in own
+        if weighted:
+            try:
+                weight = value_of(values.pop("weight", 1.0), float)
+            except ValueError as error:
+                self.say((*where, "weight"), str(error))
+        values = self.with_profile(kind, cls, values)
         for key in list(values):
             if key not in own:
-                self.unknown(where, key, list(own), kind)
+                self.unknown(where, key, [*own, *(["weight"] if weighted else [])], kind)
                 del values[key]
         instance = self.instance(where, cls, values)
         return None if instance is None else Chosen(kind, found.name, found.provider, instance, weight)

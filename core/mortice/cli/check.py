@@ -36,7 +36,9 @@ def check(file: Path, *, json: bool = False, flags: RunFlags | None = None) -> N
         "steps an epoch": ready.source.steps_per_epoch,
         "evaluation": ready.source.can_validate,
     }
-    strategies = {c.kind: f"{c.provider}:{c.name}" for c in config.chosen}
+    strategies: dict[str, list[str]] = {}
+    for chosen in config.chosen:
+        strategies.setdefault(chosen.kind, []).append(f"{chosen.provider}:{chosen.name}")
     if json:
         print_json({**facts, "strategies": strategies, "notices": notices.messages, "counts": notices.counts})
         return
@@ -44,5 +46,5 @@ def check(file: Path, *, json: bool = False, flags: RunFlags | None = None) -> N
         (name, f"{value:,}" if isinstance(value, int) and value is not True else str(value))
         for name, value in facts.items()
     ]
-    print_table(None, ("", ""), [*rows, *strategies.items()])
+    print_table(None, ("", ""), [*rows, *((kind, ", ".join(names)) for kind, names in strategies.items())])
     print("\nall is well")
