@@ -45,13 +45,17 @@ def float32_product(x: mx.array, stored: list[mx.array], unpack: Callable[..., m
     `x [T, in]` → `[T, out]` in the type of `x`. No gradient to the stored weight.
     """
 
+    def floats(after: mx.array) -> mx.array:
+        """W, not before `after` is there: nothing else keeps MLX from unpacking the weights of many layers at once."""
+        return unpack(*mx.depends(stored, [after])).astype(mx.float32)
+
     @mx.custom_function
     def product(x: mx.array) -> mx.array:
-        return x @ unpack(*stored).astype(mx.float32).T
+        return x @ floats(x).T
 
     @product.vjp
     def product_vjp(primals: Any, cotangent: mx.array, _: Any) -> mx.array:
-        return cotangent @ unpack(*stored).astype(mx.float32)
+        return cotangent @ floats(cotangent)
 
     y: mx.array = product(x.astype(mx.float32))  # type: ignore[assignment]
     return y.astype(x.dtype)

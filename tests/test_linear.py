@@ -1,0 +1,144 @@
+"""Linear layers and embeddings over stored weights, against plain float32 products."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+
+from mortice import linear
+from mortice.linear import Embedding, Linear, Quantization, QuantizedEmbedding, QuantizedLinear, quantized
+
+AFFINE = [Quantization(bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)]
+FLOATING = [Quantization(4, 32, "mxfp4"), Quantization(4, 16, "nvfp4"), Quantization(8, 32, "mxfp8")]
+
+
+def normal(seed, *shape):
+    return mx.random.normal(shape, key=mx.random.key(seed))
+
+
+def pack(weight: mx.array, q: Quantization) -> dict[str, mx.array]:
+    parts = mx.quantize(weight, group_size=q.group_size, bits=q.bits, mode=q.mode)
+    return dict(zip(("weight", "scales", "biases"), parts))
+
+
+def value_and_gradient(layer, x, cotangent):
+    value, gradient = mx.vjp(layer, [x], [cotangent])
+    return value[0], gradient[0]
+
+
+def close(a, b, tolerance=1e-5):
+    return mx.abs(a - b).max().item() <= tolerance * mx.abs(b).max().item()
+
+
+def assert_equals_plain(layer, weight, tolerance=1e-5):
+    """Value and gradient of `layer` are those of `x @ weight.T`."""
+    x, cotangent = normal(1, 5, weight.shape[1]), normal(2, 5, weight.shape[0])
+    found = value_and_gradient(layer, x, cotangent)
+    assert close(found[0], x @ weight.T, tolerance)
+    assert close(found[1], cotangent @ weight, tolerance)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
+def test_a_float_weight_of_any_type_multiplies_in_float32(dtype):
+    layer = Linear(64, 48)
+    layer.weight = normal(0, 48, 64).astype(dtype)
+    assert (layer.inputs, layer.outputs) == (64, 48)
+    assert layer(normal(1, 5, 64)).dtype == mx.float32
+    assert_equals_plain(layer, layer.weight.astype(mx.float32))
+
+
+def test_by_hand_with_bias():
+    layer = Linear(2, 2, bias=True)
+    layer.weight = mx.array([[1.0, 2.0], [3.0, 4.0]]).astype(mx.bfloat16)
+    layer.bias = mx.array([10.0, 20.0])
+    assert layer(mx.array([[1.0, -1.0]])).tolist() == [[9.0, 19.0]]
+
+
+def test_activations_keep_their_type():
+    layer = Linear(32, 8)
+    layer.weight = normal(0, 8, 32).astype(mx.bfloat16)
+    assert layer(normal(1, 3, 32).astype(mx.bfloat16)).dtype == mx.bfloat16
+
+
+def test_a_float32_weight_has_a_gradient():
+    layer, x = Linear(4, 3), normal(1, 2, 4)
+
+    def total(weight):
+        layer.weight = weight
+        return layer(x).sum()
+
+    gradient = mx.grad(total)(normal(0, 3, 4))
+    assert close(gradient, mx.broadcast_to(x.sum(axis=0), (3, 4)))
+
+
+@pytest.mark.parametrize("q", AFFINE + FLOATING, ids=lambda q: f"{q.mode}-{q.bits}-{q.group_size}")
+@pytest.mark.parametrize("on_cpu", [True, False], ids=["dequantize", "quantized-matmul"])
+def test_a_packed_weight_equals_its_floats(monkeypatch, q, on_cpu):
+    monkeypatch.setattr(linear, "on_cpu", lambda: on_cpu)
+    packed = pack(normal(0, 48, 128), q)
+    layer = quantized(Linear(128, 48), q)
+    assert {n: a.shape for n, a in layer.parameters().items()} == {n: a.shape for n, a in packed.items()}
+    dict.update(layer, packed)
+    assert (layer.inputs, layer.outputs) == (128, 48)
+    weight = q.dequantize(packed["weight"], packed["scales"], packed.get("biases"))
+    assert_equals_plain(layer, weight)
+
+
+def test_a_packed_weight_with_bias():
+    q = Quantization(4, 32)
+    layer = QuantizedLinear(32, 2, q, bias=True)
+    dict.update(layer, pack(mx.zeros((2, 32)), q))
+    layer.bias = mx.array([1.0, 2.0])
+    assert layer(mx.ones((1, 32))).tolist() == [[1.0, 2.0]]
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "packed"])
+def test_no_float32_weight_is_kept_for_the_backward(kind):
+    """64 layers of 512 × 512, 1 MiB each in float32: the plain form keeps all of them, here a dozen are alive at most
+    (MLX runs a few operations ahead), however many layers there are."""
+    layers, plain, q, mebi = [], [], Quantization(4, 64), 2**20
+    for i in range(64):
+        weight = 0.04 * normal(i, 512, 512)
+        if kind == "packed":
+            layer = quantized(Linear(512, 512), q)
+            dict.update(layer, pack(weight, q))
+            plain.append(lambda x, s=layer: x @ q.dequantize(s.weight, s.scales, s.biases).T)
+        else:
+            layer = Linear(512, 512)
+            layer.weight = weight.astype(mx.bfloat16)
+            plain.append(lambda x, s=layer: x @ s.weight.astype(mx.float32).T)
+        mx.eval(layer.parameters())
+        layers.append(layer)
+    x = normal(100, 4, 512)
+    mx.eval(x)
+
+    def peak(chain) -> tuple[float, mx.array]:
+        def total(x):
+            for layer in chain:
+                x = mx.tanh(layer(x))
+            return x.sum()
+
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        gradient = mx.grad(total)(x)
+        mx.eval(gradient)
+        return (mx.get_peak_memory() - before) / mebi, gradient
+
+    (held, expected), (found, gradient) = peak(plain), peak(layers)
+    assert close(gradient, expected)
+    assert held > 60
+    assert found < 20
+
+
+def test_embeddings_look_rows_up():
+    table, ids = normal(0, 10, 64), mx.array([3, 9, 3])
+    plain = Embedding(10, 64)
+    plain.weight = table
+    assert mx.array_equal(plain(ids), table[ids])
+    q = Quantization(8, 32)
+    packed = quantized(plain, q)
+    assert isinstance(packed, QuantizedEmbedding) and packed.shape == (10, 64)
+    dict.update(packed, pack(table, q))
+    rows = q.dequantize(packed.weight, packed.scales, packed.biases)[ids]
+    assert mx.array_equal(packed(ids), rows)
+    assert close(rows, table[ids], 0.02)
