@@ -30,6 +30,7 @@ class Other:
     inner: Inner = Inner()
     weights: dict[str, float] = field(factory=dict)
     sizes: tuple[int, ...] = ()
+    words: Path | None = None
 
     def __call__(self, scores, batch):
         raise AssertionError("never called here")
@@ -313,16 +314,31 @@ def test_case_b56_all_wrong_keys_at_once_with_line_path_and_nearest_name(refused
     lines = refused(text).splitlines()
     by_key = {line.split(": ")[1]: line for line in lines}
     assert set(by_key) == {"learning_rte", "loss.bta", "adapter.alpah", "optimizer.batch_size", "lora", "train.gamma"}
-    assert by_key["learning_rte"].startswith("run.toml:1: ") and "optimizer.learning_rate" in by_key["learning_rte"]
+    assert (
+        by_key["learning_rte"].startswith("run.toml:1: ")
+        and "did you mean learning_rate, in the table [optimizer]?" in by_key["learning_rte"]
+    )
     assert by_key["loss.bta"].startswith(f"run.toml:{line_of(text, 'bta')}: ") and "'beta'" in by_key["loss.bta"]
     assert "'alpha'" in by_key["adapter.alpah"]
-    assert "belongs in [train]" in by_key["optimizer.batch_size"]
+    assert "[train] has it" in by_key["optimizer.batch_size"]
     assert "unknown table" in by_key["lora"] and "tables: " in by_key["lora"]
 
 
 def test_case_b56_a_key_of_another_loss_says_which_has_it(refused):
     message = refused(MODEL + DATA + '[loss]\nname = "sft"\nbeta = 0.1\n')
-    assert "run.toml:7: loss.beta: unknown key" in message and "'orpo'" in message
+    assert "run.toml:7: loss.beta: unknown key; loss 'orpo' has it" in message
+
+
+def test_case_b56_a_key_in_the_wrong_table_of_a_strategy_that_is_not_chosen(refused):
+    assert "train.segment_size: unknown key; backward 'segmented' has it" in refused(
+        BASE + "[train]\nsegment_size = 2\n"
+    )
+
+
+def test_a_list_outside_any_table_is_a_key(refused):
+    assert "run.toml:1: betas: unknown key outside any table; did you mean betas, in the table [optimizer]?" in refused(
+        "betas = [0.9, 0.99]\n" + BASE
+    )
 
 
 def test_case_b56_a_table_of_a_plugin_that_is_not_installed(refused):
@@ -522,6 +538,17 @@ def test_run_folders_are_numbered_and_an_explicit_one_must_be_empty(load, refuse
     assert message.startswith("run.toml:8: run.path: ") and "not an empty folder" in message
 
 
+def test_a_path_among_the_options_of_a_strategy_is_relative_to_the_file_too(load, tmp_path, monkeypatch):
+    points = with_builtins(point(plugin(register_losses=lambda register: register("other", Other))))
+    text = MODEL + DATA + '[loss]\nname = "other"\nwords = "lists/words.txt"\n'
+    ((_, loss),) = load(text, entry_points=points).losses
+    assert loss.words == tmp_path / "lists" / "words.txt"
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    ((_, loss),) = load(text, entry_points=points, settings=["loss.words=mine.txt"]).losses
+    assert loss.words == tmp_path / "here" / "mine.txt"
+
+
 # Python, overrides, requirements
 
 
@@ -556,6 +583,26 @@ def test_requirements_name_the_loss_what_it_lacks_and_who_provides_it(load):
     with pytest.raises(ConfigError) as caught:
         check_requirements(config)
     assert "loss 'orpo' needs pairs" in str(caught.value) and "data 'preference'" in str(caught.value)
+
+
+def test_requirements_name_plugins_that_would_have_to_be_enabled(load):
+    config = load(MODEL + '[data]\nformat = "chat"\n' + LOSS + '[plugins]\nenable = ["orpo", "chat"]\n')
+    with pytest.raises(ConfigError, match=r"data 'preference' \(plugin 'preference', not enabled\)"):
+        check_requirements(config)
+
+
+def test_requirements_that_nothing_installed_provides(load):
+    @frozen
+    class Critic:
+        requires = frozenset({"values"})
+
+        def __call__(self, scores, batch):
+            raise AssertionError("never called here")
+
+    points = with_builtins(point(plugin(register_losses=lambda register: register("critic", Critic))))
+    config = load(MODEL + DATA + '[loss]\nname = "critic"\n', entry_points=points)
+    with pytest.raises(ConfigError, match=r"loss 'critic' needs values.*no installed plugin provides it"):
+        check_requirements(config)
 
 
 def test_unknown_strategies_of_flags(refused):

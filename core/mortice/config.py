@@ -23,7 +23,7 @@ from mortice.options import ge, gt, in_, option, optional
 from mortice.plugins import Plugins, load_plugins
 from mortice.registry import Strategy
 from mortice.runfile import Key, RunFile, apply_settings, from_tables, plain, read_run_file
-from mortice.structure import fields, structure, value_of
+from mortice.structure import fields, kind_of, structure, takes_path, value_of
 
 
 @frozen
@@ -141,10 +141,8 @@ CORE_TABLES: dict[str, type] = {
 STRATEGY_TABLES = tuple(k for k in HOOKS if k not in ("model", "data", "task"))
 LISTS = ("loss", "tracker", "reward", "controller")
 """Kinds of which a run may take several, as `[[kind]]`."""
-PATHS = {
-    ("model", "path"), ("model", "config"), ("data", "train"), ("data", "valid"), ("reference", "policy"),
-    ("run", "path"),
-}  # fmt: skip
+PATHS = {("model", "path"), ("model", "config"), ("reference", "policy")}
+"""Keys that may hold a path or something else; options of the type Path need not stand here."""
 OPTIONAL = ("rollout", "reward", "controller")
 """Kinds that a run may do without."""
 
@@ -335,9 +333,6 @@ class _Reader:
                 continue
             more = fields(self.format_class) if name == "data" and self.format_class is not None else {}
             self.unknown((name,), key, [*known, *more])
-        for key, value in values.items():
-            if (name, key) in PATHS and isinstance(value, str):
-                values[key] = self.path((name, key), value)
         return self.instance((name,), cls, values)
 
     def format(self) -> Chosen | None:
@@ -421,7 +416,7 @@ class _Reader:
         values = self.with_profile(kind, cls, values)
         for key in list(values):
             if key not in own:
-                self.unknown(where, key, [*own, *(["weight"] if weighted else [])], kind)
+                self.unknown(where, key, [*own, *(["weight"] if weighted else [])])
                 del values[key]
         instance = self.instance(where, cls, values)
         return None if instance is None else Chosen(kind, found.name, found.provider, instance, weight)
@@ -437,38 +432,33 @@ class _Reader:
             return None
 
     def instance(self, where: Key, cls: type, values: Mapping[str, Any]) -> Any:
+        paths = {a.name for a in fields(cls).values() if takes_path(kind_of(a))}
+        values = {
+            key: self.path((*where, key), value)
+            if isinstance(value, str) and (key in paths or (*where, key) in PATHS)
+            else value
+            for key, value in values.items()
+        }
         found, errors = structure(cls, values)
         self.errors += _lines(self.file, where, cls, errors)
         return found
 
-    def unknown(self, where: Key, key: str, known: Sequence[str], kind: str | None = None) -> None:
-        """A key that its table does not have: where it belongs, or what it may be meant for."""
-        elsewhere = [t for t, cls in CORE_TABLES.items() if key in fields(cls) and t != where[0]]
-        elsewhere += [c.kind for c in self.choices() if key in fields(type(c.options)) and c.kind != where[0]]
-        rivals: list[str] = []
-        if kind is not None:
-            for s in self.plugins.registry.all(kind):
-                with contextlib.suppress(PluginError):  # one that cannot be imported has no say in a hint
-                    rivals += [s.name] if key in fields(s.load()) else []
-        hit = nearest(key, known)
-        if hit:
-            hint = f"; did you mean {hit!r}?"
-        elif rivals:
-            hint = f"; it is an option of {kind} {' and '.join(map(repr, rivals))}"
-        elif elsewhere:
-            hint = f"; it belongs in [{elsewhere[0]}]"
-        else:
-            hint = ""
+    def unknown(self, where: Key, key: str, known: Sequence[str]) -> None:
+        """A key that its table does not have: who has it, and what it may be meant for."""
+        owners = list(dict.fromkeys(owner for name, _, owner in self.homes() if name == key))
+        has = f"; {' and '.join(owners)} {'has' if len(owners) == 1 else 'have'} it" if owners else ""
         allowed = ", ".join(sorted(known)) or "none"
-        self.say((*where, key), f"unknown key{hint} (allowed here: {allowed})")
+        self.say((*where, key), f"unknown key{has}{suggest(key, known)} (allowed here: {allowed})")
 
-    def choices(self) -> Iterator[Chosen]:
-        """Default strategies, for hints on where a key belongs."""
-        for kind in STRATEGY_TABLES:
-            for s in self.plugins.registry.defaults(kind)[:1]:
-                found, _ = structure(s.load(), {})
-                if found is not None:
-                    yield Chosen(kind, s.name, s.provider, found)
+    def homes(self) -> Iterator[tuple[str, str, str]]:
+        """(key, table, owner) of all that a run file may hold, for hints."""
+        for table, cls in CORE_TABLES.items():
+            yield from ((key, table, f"[{table}]") for key in fields(cls))
+        for kind in ("data", *STRATEGY_TABLES):
+            for strategy in self.plugins.registry.all(kind):
+                with contextlib.suppress(PluginError):  # one that cannot be imported has no say in a hint
+                    owner = f"{kind} {strategy.name!r}"
+                    yield from [(key, kind, owner) for key in fields(strategy.load())]
 
     def path(self, key: Key, value: str) -> str:
         """A path made absolute: relative to the file, or to the working directory where a flag gave it."""
@@ -488,13 +478,14 @@ class _Reader:
         for name, value in self.file.tables.items():
             if name in known:
                 continue
-            if isinstance(value, (dict, list)) and not (isinstance(value, list) and not value):
+            if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value)):
                 self.say((name,), f"unknown table{suggest(name, known)} (tables: {', '.join(known)})")
                 continue
-            homes = {key: table for table, cls in CORE_TABLES.items() for key in fields(cls)}
-            homes |= {key: c.kind for c in self.choices() for key in fields(type(c.options))}
-            hit = nearest(name, homes)
-            hint = f"; did you mean {homes[hit]}.{hit}, in the table [{homes[hit]}]?" if hit else ""
+            tables: dict[str, str] = {}
+            for key, table, _ in self.homes():
+                tables.setdefault(key, table)
+            hit = nearest(name, tables)
+            hint = f"; did you mean {hit}, in the table [{tables[hit]}]?" if hit else ""
             self.say((name,), f"unknown key outside any table{hint}")
 
 
@@ -572,36 +563,42 @@ def build_strategy(plugins: Plugins, kind: str, table: str | Mapping[str, Any]) 
     return found
 
 
+PROVIDERS = ("data", "source", "head", "layout")
+"""Kinds that may bring what a loss requires."""
 ALWAYS_PROVIDED = frozenset({"ref_logprobs", "prompt_logprobs"})
 
 
 def check_requirements(config: RunConfig) -> None:
     """Whether data, source, head and layout bring what each loss needs. Raises ConfigError naming what would."""
     have = set(ALWAYS_PROVIDED)
-    for kind in ("data", "source", "head", "layout", "backward"):
+    for kind in PROVIDERS:
         for chosen in config.all(kind):
             have |= set(getattr(chosen.options, "provides", ()))
     problems = []
     for loss in config.all("loss"):
         lacking = sorted(set(getattr(loss.options, "requires", ())) - have)
         for need in lacking:
-            givers = [
-                f"{s.kind} {s.name!r}"
-                for kind in ("data", "source", "head", "layout")
-                for s in config.plugins.registry.all(kind)
+            givers = [f"{s.kind} {s.name!r}" for s in config.plugins.registry.all() if need in _provided(s)]
+            givers += [
+                f"{s.kind} {s.name!r} (plugin {s.plugin!r}, not enabled)"
+                for s in config.plugins.others()
                 if need in _provided(s)
             ]
-            remedy = f"; it comes with {', '.join(givers)}" if givers else "; no enabled plugin provides it"
+            remedy = f"; it comes with {', '.join(givers)}" if givers else "; no installed plugin provides it"
             problems.append(f"loss {loss.name!r} needs {need}, which this run does not have{remedy}")
     if problems:
         raise ConfigError("\n".join(problems))
 
 
 def _provided(strategy: Strategy) -> Any:
+    """What a strategy provides as it is by default."""
+    if strategy.kind not in PROVIDERS:
+        return ()
     try:
-        return getattr(strategy.load(), "provides", ())
+        found, _ = structure(strategy.load(), {})
     except PluginError:
         return ()
+    return getattr(found, "provides", ())
 
 
 def effective_toml(config: RunConfig) -> str:

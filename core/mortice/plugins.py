@@ -7,7 +7,7 @@ the first broken plugin and drops one of two equal names. Nothing is global: eve
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -135,6 +135,12 @@ class Plugins:
             if any(s.kind == kind and name in (s.name, s.qualified) for s in other.strategies):
                 return entry
         return None
+
+    def others(self) -> Iterator[Strategy]:
+        """The strategies of plugins that are not enabled, for hints. Imports them to look."""
+        for plugin in self.plugins:
+            if plugin.status == "off":
+                yield from _load(plugin.entry, _manager()).strategies
 
 
 def load_plugins(

@@ -163,6 +163,11 @@ def kind_of(attribute: attrs.Attribute[Any]) -> Any:
     return Any if attribute.type is None or isinstance(attribute.type, str) else attribute.type
 
 
+def takes_path(kind: Any) -> bool:
+    """Whether a type is a path, or may be one."""
+    return kind is Path or (_is_union(kind) and Path in typing.get_args(kind))
+
+
 def structure(cls: type, values: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
     """An instance of an attrs class, or None and what is wrong with each field.
 

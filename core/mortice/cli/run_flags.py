@@ -19,16 +19,17 @@ class RunFlags:
     """One strategy or value for this run alone; a flag goes before the file."""
 
     set: Annotated[
-        tuple[str, ...], Parameter(negative="", help="KEY=VALUE: any key, e.g. train.steps=10; repeatable")
+        tuple[str, ...],
+        Parameter(negative="", show_default=False, help="KEY=VALUE: any key, e.g. train.steps=10; repeatable"),
     ] = ()
-    loss: Annotated[str | None, Parameter(help="loss")] = None
-    head: Annotated[str | None, Parameter(help="head")] = None
-    backward: Annotated[str | None, Parameter(help="backward strategy")] = None
-    layout: Annotated[str | None, Parameter(help="layout")] = None
-    adapter: Annotated[str | None, Parameter(help="adapter")] = None
-    source: Annotated[str | None, Parameter(help="source")] = None
-    optimizer: Annotated[str | None, Parameter(help="optimizer")] = None
-    schedule: Annotated[str | None, Parameter(help="schedule")] = None
+    loss: Annotated[str | None, Parameter(help="Take this loss instead of the file's.")] = None
+    head: Annotated[str | None, Parameter(help="Take this head instead of the file's.")] = None
+    backward: Annotated[str | None, Parameter(help="Take this backward strategy instead of the file's.")] = None
+    layout: Annotated[str | None, Parameter(help="Take this layout instead of the file's.")] = None
+    adapter: Annotated[str | None, Parameter(help="Take this adapter instead of the file's.")] = None
+    source: Annotated[str | None, Parameter(help="Take this source instead of the file's.")] = None
+    optimizer: Annotated[str | None, Parameter(help="Take this optimizer instead of the file's.")] = None
+    schedule: Annotated[str | None, Parameter(help="Take this schedule instead of the file's.")] = None
 
     def strategies(self) -> Mapping[str, str]:
         return {kind: name for kind, name in asdict(self).items() if kind != "set" and name is not None}
