@@ -15,6 +15,7 @@ from mortice.errors import ConfigError, PluginError, PluginImportFailed
 from mortice.hookspecs import hookimpl
 from mortice.options import ge, option
 from mortice.plugins import installed
+from mortice.runfile import key_lines
 
 
 @frozen
@@ -371,6 +372,18 @@ def test_case_b56_settings_are_checked_like_the_file(refused):
 def test_keys_in_lists_of_tables_carry_their_line_and_place(refused):
     text = MODEL + DATA + '[[loss]]\nname = "orpo"\n[[loss]]\nname = "sft"\nscop = "full"\n'
     assert f"run.toml:{line_of(text, 'scop')}: loss.1.scop: unknown key; did you mean 'scope'?" in refused(text)
+
+
+def test_lines_of_everything_that_toml_allows():
+    text = (
+        'a.b."c d" = 1 # [x]\n[ t . u ] # c\nk = """\n[no]\nz = 1\n\\""" still\n"""\n'
+        "l = [ # c ]\n [1, 2], \"]\", ']',\n]\ni = { x = 1 }\n[[w]]\na = 1\n[[w]]\n[w.sub]\nb = 3\n[[w.n]]\nc = 1\n"
+    )
+    assert key_lines(text) == {
+        ("a", "b", "c d"): 1, ("t", "u"): 2, ("t", "u", "k"): 3, ("t", "u", "l"): 8, ("t", "u", "i"): 11,
+        ("t", "u", "i", "x"): 11, ("w", "0"): 12, ("w", "0", "a"): 13, ("w", "1"): 14, ("w", "1", "sub"): 15,
+        ("w", "1", "sub", "b"): 16, ("w", "1", "n", "0"): 17, ("w", "1", "n", "0", "c"): 18,
+    }  # fmt: skip
 
 
 def test_a_setting_reaches_into_a_list_of_tables(load):

@@ -165,10 +165,11 @@ def key_lines(text: str) -> dict[Key, int]:
         if not depth and not quote:
             header = _HEADER.match(line)
             if header:
-                table = _parts(header[2])
+                *parents, last = _parts(header[2])
+                table = (*_placed(parents, places), last)
                 if header[1] == "[[":
                     places[table] = places.get(table, -1) + 1
-                    table = (*table, str(places[table]))
+                table = _placed([last], places, table[:-1])
                 lines[table] = number
                 continue
             key = _KEY.match(line)
@@ -180,6 +181,15 @@ def key_lines(text: str) -> dict[Key, int]:
                 line = line[key.end() :]
         depth, quote = _open(line, depth, quote)
     return lines
+
+
+def _placed(parts: Sequence[str], places: Mapping[Key, int], table: Key = ()) -> Key:
+    """Parts of a header below `table`, with the current place behind each list of tables."""
+    for part in parts:
+        table = (*table, part)
+        if table in places:
+            table = (*table, str(places[table]))
+    return table
 
 
 def _parts(dotted: str) -> Key:
