@@ -154,7 +154,10 @@ def causal_attention(
     """
     pieces = _pieces(q.shape[2], k.shape[2], window, chunk)
     if len(pieces) == 1:
-        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=pieces[0].mask)
+        low, high = pieces[0].keys
+        return mx.fast.scaled_dot_product_attention(
+            q, k[:, :, low:high], v[:, :, low:high], scale=scale, mask=pieces[0].mask
+        )
 
     def attend(piece: Piece, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=piece.mask)
