@@ -271,6 +271,9 @@ def _load(
     for kind, name in strategies.items():
         _swap(file, kind, name)
     apply_settings(file, settings)
+    for given, other in (("steps", "epochs"), ("epochs", "steps")):  # a flag for one takes the place of the other
+        if file.from_flag(("train", given)) and not file.from_flag(("train", other)):
+            file.forget(("train", other))
     if run_path is not None:
         file.put(("run", "path"), str(run_path), "--run")
     own, errors = structure(PluginOptions, _table(file, "plugins"))

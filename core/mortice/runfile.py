@@ -60,6 +60,13 @@ class RunFile:
         node[key[-1]] = value
         self.origins[key] = origin
 
+    def forget(self, key: Key) -> None:
+        """Take one key of a plain table back, if it was given."""
+        table = self.tables.get(key[0])
+        if isinstance(table, dict):
+            table.pop(key[1], None)
+            self.origins.pop(key, None)
+
     def drop(self, key: Key) -> None:
         """Forget a table and all that is known of it."""
         self.tables.pop(key[0], None)
