@@ -128,7 +128,8 @@ class Piece:
 def _pieces(queries: int, keys: int, window: int | None, chunk: int) -> list[Piece]:
     """How the last `queries` positions of a path of `keys` positions are cut up."""
     before = keys - queries
-    windowed = window is not None and keys > window
+    window = keys if window is None else window
+    windowed = keys > window
     size = WINDOW_BLOCK if windowed else chunk or queries
     found = []
     for start in range(0, queries, size):
@@ -192,7 +193,8 @@ def causal_attention(
             dv[:, :, low:high] += dvi
         return mx.concatenate(dq, axis=2), dk, dv
 
-    return forward(q, k, v)
+    out: Any = forward(q, k, v)
+    return out
 
 
 @define

@@ -63,6 +63,7 @@ def split_answer(
         behind = _shifted(tokenizer.encode_offsets(full[start:]), start)
     content = answer[-1].get("content") or ""
     at = full.rfind(content.rstrip()) if not answer[-1].get("tool_calls") else -1
+    end: int | None
     if at < start:  # a turn that the template writes in its own way ends with its last special token
         end = _last_special(tokenizer, behind)
     else:

@@ -25,9 +25,14 @@ MOST_PROBLEMS = 20
 class Lengths(Protocol):
     """The part of the `[data]` table that reading needs."""
 
-    max_length: int
-    truncation: str
-    limit: int | None
+    @property
+    def max_length(self) -> int: ...
+
+    @property
+    def truncation(self) -> str: ...
+
+    @property
+    def limit(self) -> int | None: ...
 
 
 @define

@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from mortice.context import CacheContext
 from mortice.model import Model
+from mortice.objective import number
 from mortice.protocols import Sampling
 from mortice.randomness import stable_key
 from mortice.tokenizer import Tokenizer
@@ -20,7 +21,7 @@ def next_token(logits: mx.array, sampling: Sampling, place: int) -> int:
     """Choose from logits `[V]` (soft-capped): greedy at temperature 0, else a keyed draw from what top-k, top-p and
     min-p leave of the distribution at the temperature."""
     if sampling.temperature == 0:
-        return int(mx.argmax(logits).item())
+        return int(number(mx.argmax(logits)))
     logprobs = mx.log(mx.softmax(logits.astype(mx.float32) / sampling.temperature))
     if sampling.top_k:
         least = mx.sort(logprobs)[-min(sampling.top_k, logprobs.size)]
@@ -34,7 +35,7 @@ def next_token(logits: mx.array, sampling: Sampling, place: int) -> int:
     if sampling.min_p:
         least = mx.max(logprobs) + mx.log(mx.array(sampling.min_p))
         logprobs = mx.where(logprobs < least, -mx.inf, logprobs)
-    return int(mx.random.categorical(logprobs, key=stable_key(sampling.seed, "token", place)).item())
+    return int(number(mx.random.categorical(logprobs, key=stable_key(sampling.seed, "token", place))))
 
 
 def generate_tokens(model: Model, prompt: Sequence[int], sampling: Sampling) -> Iterator[int]:

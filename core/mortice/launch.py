@@ -83,10 +83,12 @@ def prepare(config: RunConfig, notices: Notices | None = None) -> Prepared:
     notices = notices or Notices()
     check_requirements(config)
     seed = config.train.seed
+    weights = config.model.config if config.model.init == "random" else config.model.path
+    assert weights is not None  # checked by ModelOptions
     if config.model.init == "random":
-        pretrained = random_model(config.model.config, seed, plugins=config.plugins, dtype=config.model.dtype)
+        pretrained = random_model(weights, seed, plugins=config.plugins, dtype=config.model.dtype)
     else:
-        pretrained = load(config.model.path, plugins=config.plugins, dtype=config.model.dtype)
+        pretrained = load(weights, plugins=config.plugins, dtype=config.model.dtype)
     model = pretrained.model
 
     adapter = config.adapter
@@ -139,7 +141,7 @@ def make_engine(config: RunConfig, model: Any) -> Engine:
         layout=config.layout,
         losses=losses,
         limits=Limits(groups=config.train.micro_batch_size),
-        attention_chunk=None if chunk == "auto" else chunk,
+        attention_chunk=chunk if isinstance(chunk, int) else None,
         mlp_chunk=config.context.mlp_chunk,
         temperature=getattr(config.rollout, "temperature", 1.0),
     )

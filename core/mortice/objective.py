@@ -103,12 +103,14 @@ def count_terms(losses: Sequence[WeightedLoss], batch: Batch) -> dict[tuple[int,
             scores = TokenLogprobs(flat, lse=flat, entropy=flat, values=flat)
             found = {name: count for name, (_, count) in weighted.loss(scores, batch).terms.items()}
         for name, count in found.items():
-            counts[index, name] = _number(count)
+            counts[index, name] = number(count)
     return counts
 
 
-def _number(value: Any) -> float:
-    return float(value.item()) if isinstance(value, mx.array) else float(value)
+def number(value: Any) -> float:
+    """A Python number of a one-element array, or of a number."""
+    plain: Any = value.item() if isinstance(value, mx.array) else value
+    return float(plain)
 
 
 @frozen(eq=False)
@@ -217,8 +219,8 @@ class Objective:
             return (dhidden, *(found[name].astype(v.dtype) for name, v in zip(names, values)))
 
         bound = output.parameters()
-        value, lse, entropy, _ = score(hidden, *(bound[name] for name in names))
-        lse, entropy = mx.stop_gradient(lse), mx.stop_gradient(entropy)
+        found: Any = score(hidden, *(bound[name] for name in names))
+        value, lse, entropy = found[0], mx.stop_gradient(found[1]), mx.stop_gradient(found[2])
         scores = TokenLogprobs(value, lse=lse, entropy=entropy if self._entropy else None)
         return evolve(scores, values=value) if primary == "values" else scores
 

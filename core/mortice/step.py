@@ -24,6 +24,7 @@ from mortice.objective import (
     count_terms,
     hidden_states,
     make_batch,
+    number,
     requirements,
 )
 from mortice.protocols import Backward, Head, Layout, Params
@@ -169,12 +170,12 @@ class Tally:
         mx.eval(result.loss, result.terms, result.metrics, result.scores.logprobs)
         totals, metrics = dict(self.totals), dict(self.metrics)
         for key, total in result.terms.items():
-            totals[key] = totals.get(key, 0.0) + total.item()
+            totals[key] = totals.get(key, 0.0) + number(total)
         for name, (total, count) in result.metrics.items():
             old = metrics.get(name, (0.0, 0.0))
-            metrics[name] = (old[0] + total.item(), old[1] + count.item())
+            metrics[name] = (old[0] + number(total), old[1] + number(count))
         return evolve(
-            self, loss=self.loss + result.loss.item(), totals=totals, metrics=metrics,
+            self, loss=self.loss + number(result.loss), totals=totals, metrics=metrics,
             tokens=self.tokens + micro.tokens, scored=self.scored + sum(row.scored for row in micro.rows),
             logprobs=(*self.logprobs, *split_logprobs(micro, result)),
         )  # fmt: skip
@@ -199,7 +200,7 @@ def global_norm(gradients: Gradients) -> mx.array:
 def clip(gradients: Gradients, max_norm: float) -> tuple[Gradients, float]:
     """Gradients scaled down to `max_norm` where their norm is larger (0 turns it off), and their norm before it."""
     norm = global_norm(gradients)
-    value = norm.item()
+    value = number(norm)
     if max_norm and math.isfinite(value) and value > max_norm:
         scale = max_norm / value
         gradients = {name: g * scale for name, g in gradients.items()}

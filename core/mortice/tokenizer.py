@@ -99,7 +99,7 @@ class Tokenizer:
         own = backend.token_to_id(special.get("eos_token", ""))
         eos_ids = tuple(dict.fromkeys([*declared, *([] if own is None else [own])]))
         if "eos_token" not in special and eos_ids:
-            special["eos_token"] = backend.id_to_token(eos_ids[0])
+            special["eos_token"] = backend.id_to_token(eos_ids[0]) or ""
         return cls(backend, special, eos_ids, _template(folder, options), folder)
 
     def _id(self, name: str) -> int | None:

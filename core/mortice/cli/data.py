@@ -30,7 +30,7 @@ def data(file: Path, *, rows: int = 2, json: bool = False, flags: RunFlags | Non
     from mortice.tokenizer import Tokenizer
 
     config = load(file, flags)
-    path = config.model.config or config.model.path
+    path = config.model.config or config.model.path or ""
     folder = Path(path).parent if path.endswith(".json") else Path(path)
     if not folder.is_dir() and looks_like_hub_id(path):
         from mortice import hub
@@ -39,7 +39,7 @@ def data(file: Path, *, rows: int = 2, json: bool = False, flags: RunFlags | Non
     if not folder.is_dir():
         raise ConfigError(f"model.path: no such folder: {folder}")
     tokenizer = Tokenizer.load(folder)
-    reports = []
+    reports: list[dict[str, Any]] = []
     for name in ("train", "valid"):
         part = getattr(config.data, name)
         if part is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -80,7 +81,7 @@ def generate(
     )
     start, count = time.perf_counter(), 0
 
-    def counted():
+    def counted() -> Iterator[int]:
         nonlocal count
         for token in generate_tokens(pretrained.model, ids, sampling):
             count += 1

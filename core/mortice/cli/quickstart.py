@@ -135,8 +135,10 @@ def show(console: Any, path: Path, outcome: Any, before: str, after: str, smoke:
     pairs = min(pairs, 2) if smoke else pairs
     title = "Two-pair smoke: not a result" if smoke else f"Held-out pairs (n = {pairs})"
     table = Table(title=title, title_justify="left")
-    for column, justify in (("", "left"), ("before", "right"), ("after", "right"), ("", "left")):
-        table.add_column(column, justify=justify)
+    table.add_column("")
+    table.add_column("before", justify="right")
+    table.add_column("after", justify="right")
+    table.add_column("")
     for name, label, better in (
         ("nll", "NLL of prompt and chosen answer, per token", -1),
         ("margin", "margin: mean logprob, chosen − rejected", 1),
