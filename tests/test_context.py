@@ -6,8 +6,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mortice.attention import causal_attention
 from mortice.batch import Row, Span
-from mortice.context import Randomness, Run, SpanContext, causal_attention, runs
+from mortice.context import Randomness, Run, SpanContext, runs
 
 
 def row_of(*spans: Span) -> Row:
@@ -55,8 +56,10 @@ def qkv(length: int, heads: int = 4, kv_heads: int = 2, dim: int = 8):
 @pytest.mark.parametrize("window", [None, 2, 4, 100])
 @pytest.mark.parametrize("chunk", [0, 2])
 @pytest.mark.parametrize("row", [CHAIN, SHARED, FOREST], ids=["chain", "shared", "forest"])
-def test_attention_equals_the_dense_mask_in_value_and_gradient(row, chunk, window, monkeypatch):
-    monkeypatch.setattr("mortice.context.WINDOW_BLOCK", 3)
+@pytest.mark.parametrize("twin", ["products", "fused"])
+def test_attention_equals_the_dense_mask_in_value_and_gradient(twin, row, chunk, window, monkeypatch):
+    monkeypatch.setattr("mortice.attention.on_cpu", lambda: twin == "products")
+    monkeypatch.setattr("mortice.attention.WINDOW_BLOCK", 3)
     arrays = qkv(row.length)
     weights = mx.random.normal((row.length, 4, 8), key=mx.random.key(1))
     ctx = SpanContext(row, attention_chunk=chunk)

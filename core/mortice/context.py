@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
 from attrs import define, frozen
 
+from mortice.attention import causal_attention
 from mortice.modules import slots
 from mortice.randomness import stable_key
 
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from mortice.batch import Row, Span
 
-WINDOW_BLOCK = 128
-"""Queries in one block of a sliding window."""
 AUTO_CHUNK = 128
 """Queries in one chunk of long attention, where `attention_chunk` is left to mortice."""
 
@@ -114,87 +112,6 @@ def runs(spans: Sequence[Span]) -> list[Run]:
             found.append(Run(span.start, span.stop, tuple(reversed(path))))
         last = index
     return found
-
-
-@frozen
-class Piece:
-    """Some queries of a path and the keys that they can reach, both as ranges, with the mask between them."""
-
-    queries: tuple[int, int]
-    keys: tuple[int, int]
-    mask: Any
-
-
-def _pieces(queries: int, keys: int, window: int | None, chunk: int) -> list[Piece]:
-    """How the last `queries` positions of a path of `keys` positions are cut up."""
-    before = keys - queries
-    window = keys if window is None else window
-    windowed = keys > window
-    size = WINDOW_BLOCK if windowed else chunk or queries
-    found = []
-    for start in range(0, queries, size):
-        stop = min(start + size, queries)
-        low, high = 0, before + stop
-        mask: Any = "causal"
-        if windowed and high > window:
-            low = max(0, before + start - window + 1)
-            i = np.arange(before + start, high)[:, None]
-            j = np.arange(low, high)[None, :]
-            mask = mx.array((j <= i) & (i - j < window))  # [block, at most window + block - 1]
-        found.append(Piece((start, stop), (low, high), mask))
-    return found
-
-
-def causal_attention(
-    q: mx.array, k: mx.array, v: mx.array, scale: float, *, window: int | None = None, chunk: int = 0
-) -> mx.array:
-    """Attention of the last `Tq` positions of a path on all its `Tk`: `q [1, H, Tq, d]`, `k, v [1, Hk, Tk, d]`.
-
-    With `window`, query i sees the last `window` keys, itself included, in blocks of queries; with `chunk`, queries
-    go in chunks. Pieces run one after the other and are recomputed in the backward, one after the other as well.
-    """
-    pieces = _pieces(q.shape[2], k.shape[2], window, chunk)
-    if len(pieces) == 1:
-        low, high = pieces[0].keys
-        return mx.fast.scaled_dot_product_attention(
-            q, k[:, :, low:high], v[:, :, low:high], scale=scale, mask=pieces[0].mask
-        )
-
-    def attend(piece: Piece, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=piece.mask)
-
-    def cut(piece: Piece, q: mx.array, k: mx.array, v: mx.array) -> list[mx.array]:
-        (start, stop), (low, high) = piece.queries, piece.keys
-        return [q[:, :, start:stop], k[:, :, low:high], v[:, :, low:high]]
-
-    @mx.custom_function
-    def forward(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        parts: list[mx.array] = []
-        for piece in pieces:
-            inputs = cut(piece, q, k, v)
-            if parts:
-                inputs = mx.depends(inputs, parts[-1])
-            parts.append(attend(piece, *inputs))
-        return mx.concatenate(parts, axis=2)
-
-    @forward.vjp
-    def backward(primals: Any, cotangent: mx.array, _: Any) -> tuple[mx.array, mx.array, mx.array]:
-        q, k, v = primals
-        dq: list[mx.array] = []
-        dk, dv = mx.zeros_like(k), mx.zeros_like(v)
-        for piece in pieces:
-            inputs = cut(piece, q, k, v)
-            if dq:
-                inputs = mx.depends(inputs, [dq[-1], dk, dv])
-            (start, stop), (low, high) = piece.queries, piece.keys
-            _, (dqi, dki, dvi) = mx.vjp(partial(attend, piece), inputs, [cotangent[:, :, start:stop]])
-            dq.append(dqi)
-            dk[:, :, low:high] += dki
-            dv[:, :, low:high] += dvi
-        return mx.concatenate(dq, axis=2), dk, dv
-
-    out: Any = forward(q, k, v)
-    return out
 
 
 @define

@@ -57,8 +57,8 @@ class LoRALinear(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         y = self._base(x)
-        low = (x.astype(mx.float32) @ self.lora_a) @ self.lora_b
-        return y + (self._scale * low).astype(y.dtype)
+        low = self._scale * (x.astype(mx.float32) @ self.lora_a)  # [T, r]
+        return y + (low @ self.lora_b).astype(y.dtype)
 
 
 def shape_of(linear: nn.Module) -> tuple[int, int]:

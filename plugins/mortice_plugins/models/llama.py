@@ -15,6 +15,7 @@ import mlx.nn as nn
 from attrs import frozen
 
 from mortice.context import Context
+from mortice.elementwise import swiglu
 from mortice.errors import CheckpointError
 from mortice.linear import Embedding, Linear
 from mortice.model import Block, Carry, Model, Output, Part, output_of
@@ -190,7 +191,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(config.intermediate, config.hidden, config.mlp_bias)
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class AttentionBlock(Block):
