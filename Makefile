@@ -32,6 +32,7 @@ lint: $(VENV)/dev
 
 docs: $(VENV)/mortice
 	@$(BIN)/python -m mortice.run_file_reference > $(VENV)/run-file.md && mv $(VENV)/run-file.md docs/run-file.md
+	@$(BIN)/python -m mortice.hook_reference > $(VENV)/plugins.md && mv $(VENV)/plugins.md docs/plugins.md
 
 # Comparisons with other implementations, which need torch.
 oracle: $(VENV)/dev
