@@ -9,8 +9,8 @@ from mortice import hookspecs
 HEAD = """# Hooks
 
 A plugin is a module (or any object) with implementations of these hooks, marked by `mortice.hookimpl`, and one line
-under `[project.entry-points.mortice]`. One entry point may register several strategies. The shapes behind each kind are in
-`mortice.protocols`; a run file names a strategy in the table of its kind.
+under `[project.entry-points.mortice]`. One entry point may register several strategies. The shapes behind each kind
+are in `mortice.protocols`; a run file names a strategy in the table of its kind.
 
 ```python
 from mortice import hookimpl
@@ -22,8 +22,8 @@ def register_losses(register):
 
 `register(name, Class)` is the simple form. A plugin that fails to import, or that implements a hook that does not
 exist, is shown by `mortice plugins` and stops only the runs that need it. Two distributions may claim one name; a run
-then writes `name = "dist:name"`. What is tested for a plugin author is in `mortice.testing`: subclass `LossSuite`, `HeadSuite` or
-`LayoutSuite` in a test file.
+then writes `name = "dist:name"`. Conformance suites for plugin authors are in `mortice.testing`: subclass `LossSuite`,
+`HeadSuite` or `LayoutSuite` in a test file.
 
 This page is written from the hook specs by `python -m mortice.hook_reference`.
 """
