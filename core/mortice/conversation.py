@@ -55,22 +55,27 @@ def split_answer(
     opened = tokenizer.apply_chat_template(prompt, tools=tools, add_generation_prompt=True)
     full = tokenizer.apply_chat_template([*prompt, *answer], tools=tools)
     prompt_ids = tokenizer.encode_offsets(opened).ids
+    content = (answer[-1].get("content") or "").rstrip()
+    called = bool(answer[-1].get("tool_calls"))
+    end: int | None
     if full.startswith(opened):
         start = len(opened)
         behind = _behind(tokenizer, opened, full, prompt_ids)
-    else:
+    elif content or called:
         start = _find(full, answer[0].get("content") or "")
         behind = _shifted(tokenizer.encode_offsets(full[start:]), start)
-    content = answer[-1].get("content") or ""
-    at = full.rfind(content.rstrip()) if not answer[-1].get("tool_calls") else -1
-    end: int | None
+    else:  # an empty answer cannot be looked for: what is left of it is the token that ends it
+        whole = tokenizer.encode_offsets(full)
+        end = _last_special(tokenizer, whole)
+        behind = Encoded(whole.ids[end - 1 : end], whole.offsets[end - 1 : end])
+        start = behind.offsets[0][0]
+    at = -1 if called else full.rfind(content) if content else start
     if at < start:  # a turn that the template writes in its own way ends with its last special token
         end = _last_special(tokenizer, behind)
     else:
-        content_end = at + len(content.rstrip())
-        end = found_end(tokenizer, behind, full, content_end)
+        end = found_end(tokenizer, behind, full, at + len(content))
         if end is None:  # nothing ends it: what the template prints behind the content is not the model's
-            end = sum(low < max(content_end, start) for low, _ in behind.offsets)
+            end = sum(low < at + len(content) for low, _ in behind.offsets)
     return _scored(prompt_ids, _ended(tokenizer, behind.ids[:end]), "".join(m.get("content") or "" for m in answer))
 
 
