@@ -1,6 +1,6 @@
 """Chooses the quickstart's pairs by length alone: `python benchmarks/select_quickstart_pairs.py SOURCE.jsonl FOLDER`.
 
-The 60 records with the fewest UTF-8 bytes in prompt, chosen and rejected together (ties by file order), sorted by
+The 60 different records with the fewest UTF-8 bytes in prompt, chosen and rejected together (ties by file order), sorted by
 that length; every third of them is held out, the others train. No model and no outcome is looked at.
 """
 
@@ -17,7 +17,8 @@ def size(record: dict) -> int:
 
 def main(source: str, folder: str) -> None:
     records = [json.loads(line) for line in Path(source).read_text("utf-8").splitlines()]
-    shortest = sorted(records, key=size)[:60]
+    unique = list({json.dumps(record, sort_keys=True): record for record in records}.values())
+    shortest = sorted(unique, key=size)[:60]
     held_out = shortest[2::3]
     train = [record for i, record in enumerate(shortest) if i % 3 != 2]
     for name, rows in (("train", train), ("valid", held_out)):

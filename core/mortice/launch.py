@@ -81,6 +81,8 @@ def prepare(config: RunConfig, notices: Notices | None = None) -> Prepared:
     from mortice.trainer import Signals
 
     notices = notices or Notices()
+    for message in (*config.notices, *(plugin.failure() for plugin in config.plugins.failed)):
+        notices(message)
     check_requirements(config)
     seed = config.train.seed
     weights = config.model.config if config.model.init == "random" else config.model.path

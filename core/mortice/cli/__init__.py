@@ -31,6 +31,8 @@ COMMANDS = {
 }
 """Name → (`module:function` in this package, one line of help). Nothing of it is imported for `--help`."""
 
+BACKEND = "install one: pip install 'mortice[cpu]', or mortice[cuda12] or mortice[cuda13] (macOS needs none)"
+
 app = App(
     name="mortice",
     help="Train language models after pre-training (SFT, ORPO, …) on Apple MLX. Every capability is a plugin.",
@@ -53,6 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if debug:
             traceback.print_exc()
         print(f"mortice: {message(error)}", file=sys.stderr)
+        sys.exit(2)
+    except ImportError as error:
+        if debug or "mlx" not in f"{error.name} {error.path}":
+            raise
+        print(f"mortice: MLX has no backend on this machine: {error}\nmortice: {BACKEND}", file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:  # the reader of our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

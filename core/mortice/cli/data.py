@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mortice.cli.output import print_json, print_table
+from mortice.cli.output import print_json, print_table, warn
 from mortice.cli.run_flags import RunFlags, load
 
 BARS = 8
@@ -30,6 +30,8 @@ def data(file: Path, *, rows: int = 2, json: bool = False, flags: RunFlags | Non
     from mortice.tokenizer import Tokenizer
 
     config = load(file, flags)
+    for notice in config.notices:
+        warn(notice)
     path = config.model.config or config.model.path or ""
     folder = Path(path).parent if path.endswith(".json") else Path(path)
     if not folder.is_dir() and looks_like_hub_id(path):

@@ -31,6 +31,7 @@ def quickstart(*, path: Path = Path("quickstart"), seed: int = 0, smoke: bool = 
         Two pairs only, to see that everything runs; no result.
     """
     from rich.console import Console
+    from rich.markup import escape
 
     from mortice import blas
 
@@ -42,7 +43,7 @@ def quickstart(*, path: Path = Path("quickstart"), seed: int = 0, smoke: bool = 
     if blas_is_slow(fast) and not smoke:
         smoke = True
         console.print(
-            f"[bold]No fast BLAS is loaded[/bold]; training would take an hour. Remedy: {blas.REMEDY}\n"
+            f"[bold]No fast BLAS is loaded[/bold]; training would take an hour. Remedy: {escape(blas.REMEDY)}\n"
             "Two pairs are run instead, to show that everything works. [bold]This is no result.[/bold]"
         )
     before, after, outcome = train_and_answer(path, seed, smoke, console)
@@ -68,7 +69,7 @@ def lay_out(path: Path, console: Any) -> None:
         from mortice.gguf import convert_gguf
 
         gguf = find_gguf()
-        console.print(f"Converting {gguf.name} to {model}")
+        console.print(f"Converting {gguf.name} to {model}", markup=False, soft_wrap=True)
         shutil.rmtree(model, ignore_errors=True)
         import mlx.core as mx
 
@@ -99,9 +100,9 @@ def train_and_answer(path: Path, seed: int, smoke: bool, console: Any) -> tuple[
     before = answer(path / "model", prompt)
     settings = [f"train.seed={seed}", *(SMOKE if smoke else ())]
     config = load_config(path / "run.toml", settings=settings)
-    outcome = train(config, Notices(show=lambda message: console.print(f"[dim]{message}[/dim]")))
+    outcome = train(config, Notices(show=lambda message: console.print(message, style="dim", markup=False)))
     if outcome.signal is not None:
-        console.print(f"Stopped; everything so far is in {outcome.path}")
+        console.print(f"Stopped; everything so far is in {outcome.path}", markup=False, soft_wrap=True)
         raise SystemExit(128 + outcome.signal)
     return before, answer(path / "model", prompt, outcome.path / "adapter"), outcome
 
@@ -157,7 +158,9 @@ def show(console: Any, path: Path, outcome: Any, before: str, after: str, smoke:
         f"{outcome.steps} steps, {outcome.tokens:,} tokens in {outcome.seconds:.0f} s ({rate:.0f} tokens/s), "
         f"peak memory {outcome.peak_gb:.2f} GB; {seconds:.0f} s in all"
     )
-    console.print(f"adapter: {outcome.path / 'adapter'}", soft_wrap=True)
+    console.print(f"adapter: {outcome.path / 'adapter'}", soft_wrap=True, markup=False)
     command = f'mortice generate {path / "model"} "Why is the sky blue?" --adapter {outcome.path / "adapter"}'
-    console.print(f"next:    {command}", soft_wrap=True)
-    console.print(f"         edit {path / 'run.toml'}, then: mortice train {path / 'run.toml'}", soft_wrap=True)
+    console.print(f"next:    {command}", soft_wrap=True, markup=False)
+    console.print(
+        f"         edit {path / 'run.toml'}, then: mortice train {path / 'run.toml'}", soft_wrap=True, markup=False
+    )

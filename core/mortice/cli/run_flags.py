@@ -36,14 +36,8 @@ class RunFlags:
 
 
 def load(file: Path, flags: RunFlags | None, run_path: Path | None = None) -> RunConfig:
-    """The configuration in force, its notices shown."""
-    from mortice.cli.output import warn
+    """The configuration in force."""
     from mortice.config import load_config
 
     flags = flags or RunFlags()
-    config = load_config(file, settings=flags.set, strategies=flags.strategies(), run_path=run_path)
-    for plugin in config.plugins.failed:
-        warn(plugin.failure())
-    for notice in config.notices:
-        warn(notice)
-    return config
+    return load_config(file, settings=flags.set, strategies=flags.strategies(), run_path=run_path)
