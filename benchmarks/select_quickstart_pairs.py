@@ -1,7 +1,7 @@
 """Chooses the quickstart's pairs by length alone: `python benchmarks/select_quickstart_pairs.py SOURCE.jsonl FOLDER`.
 
-The 60 different records with the fewest UTF-8 bytes in prompt, chosen and rejected together (ties by file order), sorted by
-that length; every third of them is held out, the others train. No model and no outcome is looked at.
+The 60 different records with the fewest UTF-8 bytes in prompt, chosen and rejected together (ties by file order),
+sorted by that length; every third of them is held out, the others train. No model and no outcome is looked at.
 """
 
 from __future__ import annotations
