@@ -25,7 +25,7 @@ class Attention(Block):
         else:
             k, v = (p(h).reshape(-1, H, D // H) for p in (self.k_proj, self.v_proj))
             k = ctx.rope(k, D // H, base=100.0)
-        out = ctx.attend(q, k, v, scale=0.5, window=self._window)
+        out = ctx.attend(q, k, v, scale=0.5, window=self._window, layer=0 if self._taker else self._layer)
         new = {"h": h + self.o_proj(out.reshape(-1, D))}
         if self._donor:
             new |= {"k": k, "v": v}

@@ -15,7 +15,7 @@ from mortice.errors import ConfigError
 
 def generate(
     model: str,
-    prompt: str,
+    prompt: Annotated[str, Parameter(allow_leading_hyphen=True)],
     *,
     adapter: Path | None = None,
     system: str | None = None,
