@@ -120,7 +120,7 @@ def test_the_command_answers_with_and_without_the_adapter(trained):
     with_adapter = generate("say: ", "--adapter", str(adapter), "-n", "12")
     assert with_adapter.stdout == "hello\n"
     assert "6 generated" in with_adapter.stderr
-    assert generate("-", "--adapter", str(adapter), "-n", "12", text="say: ").stdout == "hello\n"
+    assert generate("--adapter", str(adapter), "-n", "12", text="say: ").stdout == "hello\n"
     assert generate("say: ", "-n", "12").stdout != "hello\n"
     bad = generate("say: ", "--temperature", "-1")
     assert (bad.returncode, bad.stderr.count("\n")) == (2, 1)

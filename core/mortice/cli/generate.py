@@ -15,7 +15,7 @@ from mortice.errors import ConfigError
 
 def generate(
     model: str,
-    prompt: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    prompt: str | None = None,
     *,
     adapter: Path | None = None,
     system: str | None = None,
@@ -33,7 +33,7 @@ def generate(
     model
         Model folder or hub id.
     prompt
-        What to ask; `-` reads standard input.
+        What to ask; without it, standard input is read. Write -- before a prompt that begins with a hyphen.
     adapter
         Adapter folder (mortice, mlx-lm or PEFT).
     system
@@ -70,7 +70,7 @@ def generate(
     tokenizer = pretrained.tokenizer
     if tokenizer is None:
         raise ConfigError(f"{pretrained.path} has no tokenizer.json")
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = sys.stdin.read() if prompt is None else prompt
     if raw or not tokenizer.has_template:
         ids = tokenizer.encode(text, add_special=True)
     else:
