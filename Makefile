@@ -17,13 +17,17 @@ ifeq ($(shell uname -s),Linux)
 EXTRA ?= cpu
 endif
 
-.PHONY: quickstart test lint docs oracle clean
+.PHONY: quickstart test slow lint docs oracle clean
 
 quickstart: $(VENV)/quickstart
 	@$(BIN)/mortice quickstart
 
 test: $(VENV)/dev
 	@$(BIN)/python -m pytest
+
+# The slow tests: the main job on two pairs, with the real model.
+slow: $(VENV)/dev $(VENV)/quickstart
+	@$(BIN)/python -m pytest -m slow
 
 lint: $(VENV)/dev
 	@$(BIN)/python -m ruff check
