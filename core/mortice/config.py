@@ -12,139 +12,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import tomlkit
 from attrs import define, evolve, field, frozen
 
 from mortice import blas
 from mortice.errors import ConfigError, PluginError, nearest, suggest
-from mortice.hookspecs import HOOKS
 from mortice.hub import looks_like_hub_id
-from mortice.options import ge, gt, in_, option, optional
 from mortice.plugins import Plugins, load_plugins
 from mortice.registry import Strategy
-from mortice.runfile import Key, RunFile, apply_settings, from_tables, plain, read_run_file
+from mortice.runfile import Key, RunFile, apply_settings, from_tables, read_run_file
 from mortice.structure import fields, kind_of, structure, takes_path, value_of
-
-
-@frozen
-class PluginOptions:
-    """Which plugins a run uses."""
-
-    enable: list[str] | None = option(None, help="entry points to enable (name, or dist:name); default: all installed")
-    disable: list[str] = option(factory=list, help="entry points to leave out")
-    strict: bool = option(False, help="stop when any enabled plugin fails to import")
-
-
-@frozen
-class ModelOptions:
-    """The model."""
-
-    path: str | None = option(None, help="model folder, or hub id")
-    config: str | None = option(None, help='config.json of a model to start from nothing (init = "random")')
-    init: str = option(
-        "pretrained", help='"pretrained" weights, or "random" ones', validator=in_(("pretrained", "random"))
-    )
-    dtype: str = option(
-        "auto",
-        help='type of the float weights; "auto" keeps them as stored and computes in float32 on the CPU',
-        validator=in_(("auto", "float32", "bfloat16", "float16")),
-    )
-
-    def __attrs_post_init__(self) -> None:
-        if self.init == "random" and self.config is None:
-            raise ValueError('init = "random" needs config: the config.json of the model to make')
-        if self.init == "pretrained" and self.path is None:
-            raise ValueError('path is required: a model folder or a hub id (or init = "random" with config)')
-
-
-@frozen
-class DataOptions:
-    """The data; further keys are options of the format."""
-
-    format: str = option(help="kind of records (`mortice list data`)")
-    train: Path | None = option(None, help="training file: JSON Lines, or a .json list")
-    valid: Path | None = option(None, help="validation file; without it there is no evaluation")
-    max_length: int = option(2048, help="most tokens of prompt and longest completion together", validator=ge(2))
-    truncation: str = option(
-        "keep-end",
-        help='which end of a prompt that is too long stays: "keep-end" or "keep-start"',
-        validator=in_(("keep-end", "keep-start")),
-    )
-    limit: int | None = option(None, help="read only the first rows of each file", validator=optional(ge(1)))
-
-
-@frozen
-class TrainOptions:
-    """The loop."""
-
-    steps: int | None = option(None, help="optimizer steps (or give epochs)", validator=optional(ge(1)))
-    epochs: float | None = option(None, help="times every row is visited (default 1)", validator=optional(gt(0)))
-    batch_size: int = option(8, help="groups a step: examples, pairs or prompts", validator=ge(1))
-    micro_batch_size: int = option(1, help="groups that run at once; any number gives the same step", validator=ge(1))
-    seed: int = option(0, help="names every random draw: order, initial values, dropout")
-    clip_norm: float = option(1.0, help="largest norm of a step's gradient; 0 turns clipping off", validator=ge(0))
-    max_nonfinite: int = option(5, help="steps in a row with a non-finite gradient that end a run", validator=ge(1))
-    validate_every: int | None = option(
-        None, help="steps between validations (default: ten in a run)", validator=optional(ge(1))
-    )
-    save_every: int = option(100, help="steps between checkpoints", validator=ge(1))
-    keep: int = option(
-        2, help="checkpoints that stay, the best and the newest always among them; 0 for all", validator=ge(0)
-    )
-    best: str | None = option(None, help="metric of the best checkpoint (default valid/loss)")
-    best_mode: str = option("min", help='"min" or "max" is better', validator=in_(("min", "max")))
-    cache_limit: float = option(2.0, help="most GB that MLX's allocator keeps unused", validator=ge(0))
-
-    def __attrs_post_init__(self) -> None:
-        if self.steps is not None and self.epochs is not None:
-            raise ValueError("steps and epochs both say how long to train; give one of them")
-
-
-@frozen
-class ContextOptions:
-    """How a forward pass goes through a row. None of these changes a result."""
-
-    attention_chunk: str | int = option(
-        "auto", help='queries a chunk in full attention; 0 never, "auto": 128 on the CPU, else 0'
-    )
-    mlp_chunk: int = option(0, help="tokens a chunk in MLPs, recomputed in the backward; 0 for whole", validator=ge(0))
-
-    @attention_chunk.validator
-    def _auto_or_size(self, attribute: Any, value: Any) -> None:
-        if value != "auto" and (isinstance(value, str) or value < 0):
-            raise ValueError(f'must be "auto" or a number of queries, found {value!r}')
-
-
-@frozen
-class ReferenceOptions:
-    """The reference policy, where a loss needs one."""
-
-    policy: str = option("initial", help='"initial": the adapter a run starts from; "base"; or an adapter folder')
-
-
-@frozen
-class RunOptions:
-    """Where a run is kept."""
-
-    path: Path | None = option(None, help="run folder (default: runs/ and the run file's name, numbered)")
-
-
-CORE_TABLES: dict[str, type] = {
-    "plugins": PluginOptions,
-    "model": ModelOptions,
-    "data": DataOptions,
-    "train": TrainOptions,
-    "context": ContextOptions,
-    "reference": ReferenceOptions,
-    "run": RunOptions,
-}
-STRATEGY_TABLES = tuple(k for k in HOOKS if k not in ("model", "data", "task"))
-LISTS = ("loss", "tracker", "reward", "controller")
-"""Kinds of which a run may take several, as `[[kind]]`."""
-PATHS = {("model", "path"), ("model", "config"), ("reference", "policy")}
-"""Keys that may hold a path or something else; options of the type Path need not stand here."""
-OPTIONAL = ("rollout", "reward", "controller")
-"""Kinds that a run may do without."""
+from mortice.tables import (
+    CORE_TABLES,
+    LISTS,
+    OPTIONAL,
+    PATHS,
+    STRATEGY_TABLES,
+    ContextOptions,
+    DataOptions,
+    ModelOptions,
+    PluginOptions,
+    ReferenceOptions,
+    TrainOptions,
+)
 
 
 @frozen
@@ -230,6 +119,8 @@ class RunConfig:
 
     def effective_toml(self) -> str:
         """The run as a file that reproduces it from any folder, with the origin of every value as a comment."""
+        from mortice.effective import effective_toml
+
         return effective_toml(self)
 
 
@@ -602,58 +493,3 @@ def _provided(strategy: Strategy) -> Any:
     except PluginError:
         return ()
     return getattr(found, "provides", ())
-
-
-def effective_toml(config: RunConfig) -> str:
-    """See `RunConfig.effective_toml`."""
-    document = tomlkit.document()
-    document.add(tomlkit.comment("The run as it was in force. The comment behind a value says where it came from."))
-
-    def add(table: Any, key: Key, name: str, value: Any) -> None:
-        origin = config.origins.get((*key, name)) or config.origins.get((key[0], name)) or "default"
-        if value is None:
-            table.add(tomlkit.comment(f"{name} is not set"))
-            return
-        item = tomlkit.item(plain(value))
-        item.comment(origin)
-        table.add(name, item)
-
-    for kind in LISTS:
-        if not config.all(kind) and kind in config.file.tables:
-            document.add(kind, tomlkit.item([]).comment(config.origins.get((kind,), "default")))
-    for name, cls in CORE_TABLES.items():
-        if name == "plugins":
-            values, _ = structure(PluginOptions, _table(config.file, "plugins"))
-        elif name == "run":
-            continue
-        else:
-            values = getattr(config, name)
-        table = tomlkit.table()
-        for option_name in fields(cls):
-            add(table, (name,), option_name, getattr(values, option_name))
-        if name == "data":
-            for option_name in fields(type(config.format)):
-                add(table, ("data",), option_name, getattr(config.format, option_name))
-        document.add(name, table)
-    for kind in STRATEGY_TABLES:
-        found = config.all(kind)
-        many = kind in LISTS and (len(found) > 1 or isinstance(config.file.tables.get(kind), list))
-        if many and not found:
-            continue
-        tables = tomlkit.aot() if many else None
-        for i, chosen in enumerate(found):
-            key: Key = (kind, str(i)) if many else (kind,)
-            table = tomlkit.table()
-            twice = len(config.plugins.registry.claims(kind, chosen.name)) > 1
-            add(table, key, "name", f"{chosen.provider}:{chosen.name}" if twice else chosen.name)
-            if kind == "loss" and "weight" not in fields(type(chosen.options)):
-                add(table, key, "weight", chosen.weight)
-            for option_name in fields(type(chosen.options)):
-                add(table, key, option_name, getattr(chosen.options, option_name))
-            if tables is None:
-                document.add(kind, table)
-            else:
-                tables.append(table)
-        if tables is not None:
-            document.add(kind, tables)
-    return tomlkit.dumps(document)

@@ -6,9 +6,9 @@ token is scored but never run, so a one-token completion has no span of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from mortice.batch import Group, Limits, Row, Span
+from mortice.batch import Group, Limits, MicroBatch, Row, Span
 
 
 class RowBuilder:
@@ -73,6 +73,18 @@ def shared_row(group: Group, first: int, *, prompt_targets: bool) -> Row:
     return builder.row()
 
 
-def chunk_groups(groups: Sequence[Group], limits: Limits) -> list[Sequence[Group]]:
-    """Whole groups, `limits.groups` of them at a time, in order."""
-    return [groups[i : i + limits.groups] for i in range(0, len(groups), limits.groups)]
+def micro_batches(
+    groups: Sequence[Group], limits: Limits, rows_of: Callable[[Group, int], Sequence[Row]]
+) -> list[MicroBatch]:
+    """Whole groups, `limits.groups` at a time, in order. `rows_of(group, first)` lays out one group whose first
+    completion is number `first` of its micro-batch."""
+    batches = []
+    for start in range(0, len(groups), limits.groups):
+        chunk = groups[start : start + limits.groups]
+        rows: list[Row] = []
+        first = 0
+        for group in chunk:
+            rows += rows_of(group, first)
+            first += len(group.completions)
+        batches.append(MicroBatch(chunk, rows))
+    return batches

@@ -14,11 +14,11 @@ import attrs
 from attrs import frozen
 
 from mortice import blas
-from mortice.config import CORE_TABLES, LISTS, STRATEGY_TABLES
 from mortice.plugins import Plugins, load_plugins
 from mortice.registry import Strategy
 from mortice.runfile import toml_value
 from mortice.structure import fields, kind_of, type_name
+from mortice.tables import CORE_TABLES, LISTS, STRATEGY_TABLES
 
 INTRODUCTION = """\
 # The run file

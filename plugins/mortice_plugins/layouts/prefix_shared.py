@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from attrs import frozen
 
 from mortice.batch import Group, Limits, MicroBatch, Row
-from mortice.rows import chunk_groups, separate_rows, shared_row
+from mortice.rows import micro_batches, separate_rows, shared_row
 
 
 @frozen
@@ -23,15 +23,9 @@ class PrefixShared:
     """
 
     def __call__(self, groups: Sequence[Group], limits: Limits, /, *, prompt_targets: bool = False) -> list[MicroBatch]:
-        batches = []
-        for chunk in chunk_groups(groups, limits):
-            rows: list[Row] = []
-            first = 0
-            for group in chunk:
-                if group.one_prompt:
-                    rows.append(shared_row(group, first, prompt_targets=prompt_targets))
-                else:
-                    rows += separate_rows(group, first, prompt_targets=prompt_targets)
-                first += len(group.completions)
-            batches.append(MicroBatch(chunk, rows))
-        return batches
+        def rows_of(group: Group, first: int) -> list[Row]:
+            if group.one_prompt:
+                return [shared_row(group, first, prompt_targets=prompt_targets)]
+            return separate_rows(group, first, prompt_targets=prompt_targets)
+
+        return micro_batches(groups, limits, rows_of)
