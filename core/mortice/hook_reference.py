@@ -15,9 +15,10 @@ are in `mortice.protocols`; a run file names a strategy in the table of its kind
 ```python
 from mortice import hookimpl
 
+
 @hookimpl
 def register_losses(register):
-    register("margin", "my_package.margin:Margin", help="Hinge on the mean margin.")   # imported when needed
+    register("margin", "my_package.margin:Margin", help="Hinge on the mean margin.")  # imported when needed
 ```
 
 `register(name, Class)` is the simple form. A plugin that fails to import, or that implements a hook that does not
