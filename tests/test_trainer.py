@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -457,3 +459,28 @@ def test_the_effective_configuration_gives_the_same_run_again(home, tmp_path):
     first = run(home, "train.seed=3", "adapter.rank=2", loss="orpo")
     again = run(first.path / "run.toml", f"run.path={tmp_path / 'again'}")
     assert same(adapter(first.path / "adapter"), adapter(again.path / "adapter"))
+
+
+def test_a_finished_run_lets_its_model_go(home, monkeypatch):
+    gradients, models = Engine.gradients, []
+
+    def seen(self, *arguments):
+        models.append(weakref.ref(self.model))
+        return gradients(self, *arguments)
+
+    monkeypatch.setattr(Engine, "gradients", seen)
+    gc.collect()
+    gc.disable()
+    try:
+        outcome = run(home, "train.steps=2", "backward.name=segmented", "head.name=flash-cce")
+        assert outcome.steps == 2
+        assert models[0]() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("backward", ["full", "segmented"])
+def test_active_memory_does_not_grow_with_the_steps(home, backward):
+    outcome = run(home, "train.steps=50", "train.validate_every=10", f"backward.name={backward}", "head.name=flash-cce")
+    held = [line["memory_active_gb"] for line in metrics(outcome)]
+    assert held[49] == pytest.approx(held[9], rel=0.01)

@@ -6,7 +6,8 @@ wherever the whole tokenizes into the same prompt; where prompt and answer would
 tokenized by itself too, since no model that is given the prompt could write the merged token.
 
 A generation prompt need not be a prefix of the full conversation (templates that open a think block, or strip one
-from history): then the answer is found by its text.
+from history). Then the answer begins where the rendering parts from that of another answer to the same prompt. A
+conversation with several learned turns is laid down as the template prints it.
 
 An answer ends with the token that the template puts behind it, which is scored; what follows that token (a newline)
 is dropped. Where the template puts none, the tokenizer's EOS is appended, and scored.
@@ -14,7 +15,9 @@ is dropped. Where the template puts none, the tokenizer's EOS is appended, and s
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from attrs import frozen
@@ -39,138 +42,125 @@ class Split:
 def split_text(tokenizer: Tokenizer, prompt: str, answer: str) -> Split:
     """Raw text: one BOS where the tokenizer adds one, EOS at the end."""
     prompt_ids = tuple(tokenizer.encode(prompt, add_special=True))
-    plain = tokenizer.encode_offsets(prompt).ids
     if not prompt_ids:
         if tokenizer.bos_id is None:
             raise DataError("the prompt is empty, and the tokenizer has no BOS to predict the first token from")
         prompt_ids = (tokenizer.bos_id,)
-    ids = _behind(tokenizer, prompt, prompt + answer, plain).ids
-    return _scored(prompt_ids, _ended(tokenizer, ids), answer)
+    ids = _ended(tokenizer, _pieces(tokenizer, prompt + answer, [len(prompt)])[1].ids)
+    return Split(prompt_ids, ids, (True,) * len(ids), answer)
 
 
-def split_answer(
-    tokenizer: Tokenizer, prompt: Sequence[Message], answer: Sequence[Message], tools: Tools = None
-) -> Split:
-    """The final turn of a conversation: `prompt` messages, then the messages of one answer, all of it scored."""
-    opened = tokenizer.apply_chat_template(prompt, tools=tools, add_generation_prompt=True)
-    full = tokenizer.apply_chat_template([*prompt, *answer], tools=tools)
-    prompt_ids = tokenizer.encode_offsets(opened).ids
-    content = (answer[-1].get("content") or "").rstrip()
-    called = bool(answer[-1].get("tool_calls"))
-    end: int | None
-    if full.startswith(opened):
-        start = len(opened)
-        behind = _behind(tokenizer, opened, full, prompt_ids)
-    elif content or called:
-        start = _find(full, answer[0].get("content") or "")
-        behind = _shifted(tokenizer.encode_offsets(full[start:]), start)
-    else:  # an empty answer cannot be looked for: what is left of it is the token that ends it
-        whole = tokenizer.encode_offsets(full)
-        end = _last_special(tokenizer, whole)
-        behind = Encoded(whole.ids[end - 1 : end], whole.offsets[end - 1 : end])
-        start = behind.offsets[0][0]
-    at = -1 if called else full.rfind(content) if content else start
-    if at < start:  # a turn that the template writes in its own way ends with its last special token
-        end = _last_special(tokenizer, behind)
-    else:
-        end = found_end(tokenizer, behind, full, at + len(content))
-        if end is None:  # nothing ends it: what the template prints behind the content is not the model's
-            end = sum(low < at + len(content) for low, _ in behind.offsets)
-    return _scored(prompt_ids, _ended(tokenizer, behind.ids[:end]), "".join(m.get("content") or "" for m in answer))
+def split_answer(tokenizer: Tokenizer, prompt: Sequence[Message], answer: Message, tools: Tools = None) -> Split:
+    """The final turn of a conversation: `prompt` messages, then the one message that is learned."""
+    messages = [*prompt, answer]
+    full = tokenizer.apply_chat_template(messages, tools=tools)
+    start = _turn_start(tokenizer, messages, len(prompt), tools, full)
+    behind = _pieces(tokenizer, full, [start])[1]
+    ids = _ended(tokenizer, behind.ids[: _turn_end(tokenizer, behind, full, start, len(full), answer)])
+    prompt_ids = tuple(tokenizer.render_prompt(prompt, tools))
+    return Split(prompt_ids, ids, (True,) * len(ids), _text(answer))
 
 
-def split_turns(tokenizer: Tokenizer, messages: Sequence[Message], tools: Tools = None) -> Split:
-    """Every assistant turn of a conversation is scored; user, system and tool turns are not.
+def split_turns(tokenizer: Tokenizer, messages: Sequence[Message], tools: Tools = None, *, first: int = 0) -> Split:
+    """Every assistant turn from message `first` on is scored; user, system and tool turns are not.
 
     Raises DataError where a turn cannot be found in the rendered conversation.
     """
-    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    turns = [i for i, message in enumerate(messages) if i >= first and message["role"] == "assistant"]
     if not turns:
         raise DataError("the conversation has no assistant turn to learn from")
-    last = turns[-1] + 1
     if len(turns) == 1:
-        return split_answer(tokenizer, messages[: turns[0]], messages[turns[0] : last], tools)
-    full = tokenizer.apply_chat_template(messages[:last], tools=tools)
-    encoded = tokenizer.encode_offsets(full)
-    scored = [False] * len(encoded.ids)
-    cursor = 0
-    for i in turns:
-        start, content_end = _locate(tokenizer, messages, i, tools, full, cursor)
-        end = found_end(tokenizer, encoded, full, content_end)
-        for j, (low, high) in enumerate(encoded.offsets):
-            if high > start and (low < content_end if end is None else j < end):
-                scored[j] = True
-        cursor = content_end
-    first = scored.index(True)
-    stop = len(scored) - scored[::-1].index(True)
-    ids, mask = encoded.ids[first:stop], tuple(scored[first:stop])
-    ended = _ended(tokenizer, ids)
-    text = messages[turns[-1]].get("content") or ""
-    return Split(encoded.ids[:first], ended, mask + (True,) * (len(ended) - len(ids)), text)
-
-
-def _locate(
-    tokenizer: Tokenizer, messages: Sequence[Message], i: int, tools: Tools, full: str, cursor: int
-) -> tuple[int, int]:
-    """Where assistant turn i begins and its content ends in the rendered conversation."""
-    opened = tokenizer.apply_chat_template(messages[:i], tools=tools, add_generation_prompt=True)
-    closed = tokenizer.apply_chat_template(messages[: i + 1], tools=tools)
-    content = messages[i].get("content") or ""
-    at = full.find(content, max(cursor, len(opened) if full.startswith(opened) else 0)) if content else -1
-    if at < 0 and content.strip():
-        content = content.strip()
-        at = full.find(content, cursor)
-    if full.startswith(opened):
-        if at >= 0 and not messages[i].get("tool_calls"):
-            return len(opened), at + len(content)
+        return split_answer(tokenizer, messages[: turns[0]], messages[turns[0]], tools)
+    full = tokenizer.apply_chat_template(messages[: turns[-1] + 1], tools=tools)
+    starts = [_turn_start(tokenizer, messages, i, tools, full) for i in turns]
+    before, *pieces = _pieces(tokenizer, full, starts)
+    ids: tuple[int, ...] = ()
+    mask: tuple[bool, ...] = ()
+    for i, piece, (start, stop) in zip(turns, pieces, pairwise([*starts, len(full)])):
+        closed = tokenizer.apply_chat_template(messages[: i + 1], tools=tools)
         if full.startswith(closed):
-            inside = tokenizer.encode_offsets(closed)
-            last = _last_special(tokenizer, inside) - 1  # the end token stands behind the content
-            return len(opened), inside.offsets[last][0]
-    if at < 0:
-        raise DataError(
-            f"turn {i + 1} (assistant) cannot be found in the rendered conversation: the template changes it; "
-            'train_on = "last" needs the final turn only'
-        )
-    return at, at + len(content)
+            stop = len(closed)
+        elif messages[i].get("tool_calls") or not full[start:].lstrip().startswith(_content(messages[i])):
+            raise _changed(i)
+        end = _turn_end(tokenizer, piece, full, start, stop, messages[i])
+        if i == turns[-1]:
+            last = _ended(tokenizer, piece.ids[:end])
+            ids, mask = ids + last, mask + (True,) * len(last)
+        else:
+            ids, mask = ids + piece.ids, mask + tuple(j < end for j in range(len(piece.ids)))
+    return Split(before.ids, ids, mask, _text(messages[turns[-1]]))
 
 
-def _find(full: str, content: str) -> int:
-    for text in (content, content.strip()):
-        at = full.rfind(text)
-        if text and at >= 0:
-            return at
-    raise DataError("the answer cannot be found in the rendered conversation: the template changes it")
+def _turn_start(tokenizer: Tokenizer, messages: Sequence[Message], i: int, tools: Tools, full: str) -> int:
+    """Where assistant turn i begins in the rendered conversation. Raises DataError where it cannot be told."""
+    opened = tokenizer.apply_chat_template(messages[:i], tools=tools, add_generation_prompt=True)
+    if full.startswith(opened):
+        return len(opened)
+    history = tokenizer.apply_chat_template(messages[:i], tools=tools)
+    other = {"role": "assistant", "content": "!" if _content(messages[i]).startswith("?") else "?"}
+    probe = tokenizer.apply_chat_template([*messages[:i], other], tools=tools)
+    start = len(os.path.commonprefix([full, probe]))
+    if not full.startswith(history) or start < len(history):
+        raise _changed(i)
+    encoded = tokenizer.encode_offsets(full)
+    for token, (low, high) in zip(encoded.ids, encoded.offsets):
+        if low < start < high and token in tokenizer.special_ids:  # both texts begin like one special token
+            return low
+    return start
 
 
-def found_end(tokenizer: Tokenizer, encoded: Encoded, text: str, content_end: int) -> int | None:
+def _turn_end(tokenizer: Tokenizer, piece: Encoded, full: str, start: int, stop: int, message: Message) -> int:
+    """How many tokens of `piece`, which begins at the turn's start, belong to the turn, its end token among them.
+
+    The turn lies between `start` and `stop` in `full`.
+    """
+    inside = [
+        (j, low, high) for j, (low, high) in enumerate(piece.offsets)
+        if low < stop and piece.ids[j] in tokenizer.special_ids
+    ]  # fmt: skip
+    content = _content(message)
+    at = -1
+    if not message.get("tool_calls"):
+        plain = full[start:stop]  # without special tokens: "end" is not to be found in "<|end|>"
+        for _, low, high in inside:
+            plain = plain[: low - start] + "\0" * (high - low) + plain[high - start :]
+        at = plain.find(content)
+        at = start + (at if at >= 0 else full[start:stop].find(content))
+    if at < start:  # a turn that the template writes in its own way ends with its last special token
+        return inside[-1][0] + 1 if inside else sum(low < stop for low, _ in piece.offsets)
+    content_end = at + len(content)
+    end = _end_token(tokenizer, piece, full, content_end)
+    return end if end is not None else sum(low < content_end for low, _ in piece.offsets)
+
+
+def _end_token(tokenizer: Tokenizer, piece: Encoded, full: str, content_end: int) -> int | None:
     """Index behind the token that ends an answer: the first special token behind its content, with nothing but white
     space between. None where the template puts none there."""
-    special = tokenizer.special_ids
-    for j, (low, high) in enumerate(encoded.offsets):
-        if low >= content_end and encoded.ids[j] in special:
+    for j, (low, high) in enumerate(piece.offsets):
+        if low >= content_end and piece.ids[j] in tokenizer.special_ids:
             return j + 1
-        if low >= content_end and text[low:high].strip():
+        if low >= content_end and full[low:high].strip():
             return None
     return None
 
 
-def _last_special(tokenizer: Tokenizer, encoded: Encoded) -> int:
-    found = [j + 1 for j, i in enumerate(encoded.ids) if i in tokenizer.special_ids]
-    return found[-1] if found else len(encoded.ids)
+def _pieces(tokenizer: Tokenizer, text: str, cuts: Sequence[int]) -> list[Encoded]:
+    """Tokens of the pieces between cuts, with offsets in `text`: those of the whole text where it tokenizes up to
+    every cut as what stands before it does alone, else of each piece by itself."""
+    whole = tokenizer.encode_offsets(text)
+    alone = [tokenizer.encode_offsets(text[:cut]).ids for cut in cuts]
+    if all(
+        whole.ids[: len(ids)] == ids and all(low >= cut for low, _ in whole.offsets[len(ids) : len(ids) + 1])
+        for cut, ids in zip(cuts, alone)
+    ):
+        places = [0, *map(len, alone), len(whole.ids)]
+        return [Encoded(whole.ids[a:b], whole.offsets[a:b]) for a, b in pairwise(places)]
+    return [_encoded_at(tokenizer, text[a:b], a) for a, b in pairwise([0, *cuts, len(text)])]
 
 
-def _shifted(encoded: Encoded, by: int) -> Encoded:
-    return Encoded(encoded.ids, tuple((low + by, high + by) for low, high in encoded.offsets))
-
-
-def _behind(tokenizer: Tokenizer, before: str, full: str, prompt_ids: tuple[int, ...]) -> Encoded:
-    """Tokens of what stands behind `before` in `full`, with offsets in `full`."""
-    whole = tokenizer.encode_offsets(full)
-    n = len(prompt_ids)
-    if whole.ids[:n] == prompt_ids and (n == len(whole.ids) or whole.offsets[n][0] >= len(before)):
-        return Encoded(whole.ids[n:], whole.offsets[n:])
-    return _shifted(tokenizer.encode_offsets(full[len(before) :]), len(before))
+def _encoded_at(tokenizer: Tokenizer, text: str, place: int) -> Encoded:
+    encoded = tokenizer.encode_offsets(text)
+    return Encoded(encoded.ids, tuple((low + place, high + place) for low, high in encoded.offsets))
 
 
 def _ended(tokenizer: Tokenizer, ids: tuple[int, ...]) -> tuple[int, ...]:
@@ -180,5 +170,17 @@ def _ended(tokenizer: Tokenizer, ids: tuple[int, ...]) -> tuple[int, ...]:
     return (*ids, tokenizer.eos_id)
 
 
-def _scored(prompt_ids: tuple[int, ...], ids: tuple[int, ...], text: str) -> Split:
-    return Split(tuple(prompt_ids), tuple(ids), (True,) * len(ids), text)
+def _text(message: Message) -> str:
+    return message.get("content") or ""
+
+
+def _content(message: Message) -> str:
+    """A message's text without the white space around it, which templates trim."""
+    return _text(message).strip()
+
+
+def _changed(i: int) -> DataError:
+    return DataError(
+        f"turn {i + 1} (assistant) cannot be found in the rendered conversation: the template changes it; "
+        'train_on = "last" needs the final turn only'
+    )

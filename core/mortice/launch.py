@@ -216,8 +216,11 @@ def train(config: RunConfig, notices: Notices | None = None) -> Outcome:
             notices=lambda: notices.counts,
         )
         info = RunInfo(folder.path, total, prepared.trainable, prepared.parameters, config)
-        notices.show = trainer.say
-        return trainer.run(info)
+        shown, notices.show = notices.show, trainer.say
+        try:
+            return trainer.run(info)
+        finally:
+            notices.show = shown  # else run and notices hold each other, and the model with them
 
 
 def run(

@@ -52,11 +52,19 @@ def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
+def _json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None,
+    separators: tuple[str, str] | None = None, sort_keys: bool = False,
+) -> str:  # fmt: skip
+    """Hugging Face's `tojson`: unlike Jinja's own it escapes no HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = lambda value, indent=None, **_: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.filters["tojson"] = _json
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
@@ -183,7 +191,7 @@ class Tokenizer:
                 messages=prepared, tools=list(tools) if tools else None, add_generation_prompt=add_generation_prompt,
                 **self._special_variables, **self.variables,
             )  # fmt: skip
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise DataError(_refusal(error, messages)) from error
 
     @cached_property
@@ -214,16 +222,16 @@ def _prepared(message: Message) -> dict[str, Any]:
     return out
 
 
-def _call(call: Any) -> Any:
+def _call(call: Mapping[str, Any]) -> Mapping[str, Any]:
     """OpenAI's records hold a call's arguments as JSON text; templates want the object."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _call(call["function"])}
+    if not isinstance(call.get("arguments"), str):
         return call
     try:
-        arguments = json.loads(function["arguments"])
+        return {**call, "arguments": json.loads(call["arguments"] or "{}")}
     except ValueError as error:
-        raise DataError(f"tool call {function.get('name')!r}: arguments are not JSON: {error}") from error
-    return {**call, "function": {**function, "arguments": arguments}}
+        raise DataError(f"tool call {call.get('name')!r}: arguments are not JSON: {error}") from error
 
 
 def _refusal(error: Exception, messages: Sequence[Message]) -> str:

@@ -45,7 +45,7 @@ class Chat(Conversational):
             raise DataError(f"{key!r} has no assistant turn to learn from")
         if self.train_on == "last":
             last = assistant[-1]
-            split = split_answer(tokenizer, turns[:last], [turns[last]], tools(record))
+            split = split_answer(tokenizer, turns[:last], turns[last], tools(record))
         else:
             split = split_turns(tokenizer, turns, tools(record))
         completion = Completion(split.completion_ids, split.loss_mask, weight(record), split.text)

@@ -14,7 +14,7 @@ from mortice_plugins.formats.conversational import Conversational, text_of, weig
 
 @frozen
 class CompletionFormat(Conversational):
-    """{"prompt", "completion"}: strings or message lists; only the completion is scored.
+    """{"prompt", "completion"}: strings or message lists; only the completion's assistant turns are scored.
 
     Strings become a user and an assistant turn where the checkpoint has a chat template, unless template = "none".
     """
@@ -27,6 +27,7 @@ class CompletionFormat(Conversational):
         return all(key in record for key in self.required)
 
     def __call__(self, record: Mapping[str, Any], tokenizer: Tokenizer, /, *, source: str) -> Example:
-        split = self.split(tokenizer, text_of(record, "prompt"), text_of(record, "completion"), record)
+        prompt, answer = text_of(record, "prompt"), text_of(record, "completion")
+        split = self.split(tokenizer, prompt, answer, record, every_turn=True)
         completion = Completion(split.completion_ids, split.loss_mask, weight(record), split.text)
         return Example(Group(source, split.prompt_ids, (completion,), (), record), source)

@@ -7,7 +7,7 @@ from typing import Any
 
 from attrs import frozen
 
-from mortice.conversation import Split, split_answer, split_text
+from mortice.conversation import Split, split_answer, split_text, split_turns
 from mortice.errors import DataError
 from mortice.options import in_, option
 from mortice.tokenizer import Tokenizer
@@ -32,21 +32,34 @@ class Conversational:
         validator=in_(("auto", "none")),
     )
 
-    def split(self, tokenizer: Tokenizer, prompt: Any, answer: Any, record: Mapping[str, Any]) -> Split:
-        """Prompt and answer, strings or message lists, to token ids. Raises DataError naming what is wrong."""
+    def split(
+        self, tokenizer: Tokenizer, prompt: Any, answer: Any, record: Mapping[str, Any], *, every_turn: bool = False
+    ) -> Split:
+        """Prompt and answer, strings or message lists, to token ids. Raises DataError naming what is wrong.
+
+        An answer of several messages may repeat the prompt. Its final turn is learned, with `every_turn` all of its
+        assistant turns.
+        """
         raw = isinstance(prompt, str) and isinstance(answer, str)
         if raw and (self.template == "none" or not tokenizer.has_template):
             return split_text(tokenizer, prompt, answer)
         before = messages(prompt, "prompt", "user")
         after = messages(answer, "answer", "assistant")
-        if not after or any(m["role"] not in ("assistant", "tool") for m in after):
-            raise DataError(f"an answer holds assistant turns, found {[m['role'] for m in after]}")
-        return split_answer(tokenizer, self.with_system(before, record), after, tools(record))
+        if len(after) > len(before) and after[: len(before)] == before:
+            after = after[len(before) :]
+        if not after or after[-1]["role"] != "assistant":
+            raise DataError(f"an answer ends with an assistant turn, found {[m['role'] for m in after]}")
+        before = self.with_system(before, record)
+        if every_turn:
+            return split_turns(tokenizer, [*before, *after], tools(record), first=len(before))
+        return split_answer(tokenizer, [*before, *after[:-1]], after[-1], tools(record))
 
     def with_system(self, turns: list[dict[str, Any]], record: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Turns with the record's own `system` text in front, then the `system` option applied."""
+        """Turns with the record's own `system` text in front, where they have none, then the `system` option applied."""
         own = record.get("system")
-        if isinstance(own, str) and own and not any(t["role"] == "system" for t in turns):
+        if own is not None and not isinstance(own, str):
+            raise DataError(f"'system' must be a string, found {_kind(own)}")
+        if own and not any(t["role"] == "system" for t in turns):
             turns = [{"role": "system", "content": own}, *turns]
         if self.system == "keep":
             return turns
@@ -86,6 +99,9 @@ def _message(value: Any, where: str) -> dict[str, Any]:
         content = ""
     if not isinstance(content, str):
         raise DataError(f"{where}.content must be text, found {_kind(content)}")
+    calls = value.get("tool_calls")
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)):
+        raise DataError(f"{where}.tool_calls must be a list of objects, found {_kind(calls)}")
     return {**value, "role": role, "content": content}
 
 

@@ -15,10 +15,10 @@ from mortice_plugins.formats.conversational import Conversational, text_of, weig
 
 @frozen
 class Preference(Conversational):
-    """{"prompt", "chosen", "rejected"}: strings or message lists; only the answers are scored.
+    """{"prompt", "chosen", "rejected"}: strings or message lists; the final turns are scored.
 
-    Without "prompt", chosen and rejected are whole conversations, and what they share is the prompt. Optional:
-    "system", "tools", "weight".
+    Without "prompt", chosen and rejected are whole conversations, and what they share is the prompt. Turns that stand
+    before a final one on one side alone belong to that side's own prompt. Optional: "system", "tools", "weight".
     """
 
     keys: ClassVar[frozenset[str]] = frozenset({"prompt", "chosen", "rejected", "system", "tools", "weight"})
