@@ -6,7 +6,7 @@ import itertools
 import json
 
 import pytest
-from tiny_tokenizers import CHATML, NO_END, NO_SYSTEM, THINKING, TOOLS, text, tokenizer
+from tiny_tokenizers import BARE_HISTORY, CHATML, NO_END, NO_SYSTEM, THINKING, TOOLS, text, tokenizer
 
 from mortice.errors import DataError
 from mortice_plugins.formats.chat import Chat
@@ -54,6 +54,25 @@ def test_preference_conversations_share_what_they_begin_with():
         Preference()({"chosen": chosen, "rejected": rejected[1:]}, tok, source="f:1")
 
 
+def test_a_prompt_that_both_answers_repeat_is_read_once():
+    tok = tokenizer()
+    chosen, rejected = conversation("hi", "yes"), conversation("hi", "no")
+    group = Preference()({"prompt": "hi", "chosen": chosen, "rejected": rejected}, tok, source="f:1").group
+    plain = Preference()({"prompt": "hi", "chosen": "yes", "rejected": "no"}, tok, source="f:1").group
+    assert (group.prompt_ids, group.completions) == (plain.prompt_ids, plain.completions)
+
+
+def test_turns_before_the_final_one_are_read_not_preferred():
+    """The sides part before their final turns: each final turn follows its own prompt."""
+    tok = tokenizer()
+    chosen, rejected = conversation("hi", "one", "go", "yes"), conversation("hi", "two", "go", "no")
+    group = Preference()({"chosen": chosen, "rejected": rejected}, tok, source="f:1").group
+    assert [scored(tok, group, k) for k in (0, 1)] == [["yes<|im_end|>"], ["no<|im_end|>"]]
+    assert not group.one_prompt
+    for k, turns in enumerate((chosen, rejected)):
+        assert whole(tok, group, k) + "\n" == tok.apply_chat_template(turns)
+
+
 def test_every_assistant_turn_of_a_chat_is_scored():
     tok = tokenizer()
     group = Chat()({"messages": TURNS}, tok, source="f:1").group
@@ -63,6 +82,47 @@ def test_every_assistant_turn_of_a_chat_is_scored():
     last = Chat(train_on="last")({"messages": TURNS}, tok, source="f:1").group
     assert scored(tok, last) == ["second<|im_end|>"]
     assert whole(tok, last) == whole(tok, group)
+
+
+def conversation(*contents):
+    """User and assistant by turns."""
+    return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+@pytest.mark.parametrize("template", [CHATML, THINKING], ids=["chatml", "thinking"])
+@pytest.mark.parametrize(
+    "turns",
+    [("say first", "first", "second two", "second"), ("hi", "e", "start", "im"), ("q", "", "r", "x")],
+    ids=["in-the-question", "in-the-end-token", "empty"],
+)
+def test_an_answer_is_its_own_turn_wherever_its_text_stands_too(template, turns):
+    tok = tokenizer(template)
+    group = Chat()({"messages": conversation(*turns)}, tok, source="f:1").group
+    assert scored(tok, group) == [f"{turns[1]}<|im_end|>", f"{turns[3]}<|im_end|>"]
+    assert whole(tok, group) + "\n" == tok.apply_chat_template(conversation(*turns))
+
+
+def test_an_answer_that_the_template_trims_is_not_sought_in_later_turns():
+    tok = tokenizer(CHATML.replace("m['content']", "m['content'] | trim"))
+    group = Chat()({"messages": conversation("q", "ok ", "say ok then", "b")}, tok, source="f:1").group
+    assert scored(tok, group) == ["ok<|im_end|>", "b<|im_end|>"]
+
+
+def test_what_a_template_prints_behind_the_end_is_not_learned():
+    tok = tokenizer(CHATML + "{% if not add_generation_prompt %}</s>{% endif %}")
+    group = Preference()({"prompt": "hi", "chosen": "end", "rejected": "s"}, tok, source="f:1").group
+    assert [scored(tok, group, k) for k in (0, 1)] == [["end<|im_end|>"], ["s<|im_end|>"]]
+
+
+def test_turns_that_a_template_strips_are_refused():
+    tok = tokenizer(BARE_HISTORY)
+    group = Chat()({"messages": conversation("q", "a", "r", "b")}, tok, source="f:1").group
+    assert scored(tok, group) == ["a<|im_end|>", "<think>\n\n</think>\n\nb<|im_end|>"]
+    reasoned = conversation("q", "<think>x</think>a", "r", "<think>y</think>b")
+    with pytest.raises(DataError, match=r"turn 2 \(assistant\) cannot be found .* train_on = \"last\""):
+        Chat()({"messages": reasoned}, tok, source="f:1")
+    last = Chat(train_on="last")({"messages": reasoned}, tok, source="f:1").group
+    assert scored(tok, last) == ["<think>y</think>b<|im_end|>"]
 
 
 def test_tool_turns_are_read_and_calls_are_learned():
@@ -77,6 +137,20 @@ def test_tool_turns_are_read_and_calls_are_learned():
     group = Chat()({"messages": turns}, tok, source="f:1").group
     assert scored(tok, group) == ['<tool_call>{"x": 1}</tool_call><|im_end|>', "done<|im_end|>"]
     single = Chat()({"messages": turns[:2]}, tok, source="f:1").group
+    assert scored(tok, single) == ['<tool_call>{"x": 1}</tool_call><|im_end|>']
+
+
+def test_a_completion_of_several_messages_learns_the_calls_and_not_the_results():
+    tok = tokenizer(TOOLS.replace("assistant\n{% endif %}", "assistant\n<think>\n\n</think>\n\n{% endif %}"))
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    answer = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "42"},
+        {"role": "assistant", "content": "done"},
+    ]
+    group = CompletionFormat()({"prompt": "go", "completion": answer}, tok, source="f:1").group
+    assert scored(tok, group) == ['<tool_call>{"x": 1}</tool_call><|im_end|>', "done<|im_end|>"]
+    single = CompletionFormat()({"prompt": "go", "completion": answer[:1]}, tok, source="f:1").group
     assert scored(tok, single) == ['<tool_call>{"x": 1}</tool_call><|im_end|>']
 
 
@@ -104,6 +178,14 @@ def test_the_boundary_where_prompt_and_answer_would_merge():
     assert scored(tok, group) == ["yes<|im_end|>"]
     pair = Preference()({"prompt": "a:", "chosen": "yes", "rejected": "no"}, tok, source="f:1").group
     assert pair.one_prompt
+
+
+def test_a_chat_keeps_its_boundaries_where_line_breaks_would_merge():
+    """Byte-level vocabularies hold two line breaks as one token: the header's and the answer's first."""
+    tok = tokenizer(merges=(("Ċ", "Ċ"),))
+    group = Chat()({"messages": conversation("q", "\nfoo", "r", "\nbar")}, tok, source="f:1").group
+    assert list(group.prompt_ids) == tok.render_prompt(conversation("q"))
+    assert scored(tok, group) == ["\nfoo<|im_end|>", "\nbar<|im_end|>"]
 
 
 def test_a_merge_inside_the_answer_stays():
@@ -198,7 +280,9 @@ def test_a_weight_travels_with_the_record():
         ({"prompt": [{"role": "usr", "content": "x"}]}, r"prompt\[0\].role is 'usr'"),
         ({"prompt": [{"role": "user"}]}, r"prompt\[0\].content must be text, found null"),
         ({"prompt": ["x"]}, r"prompt\[0\] must be a message, found a string"),
-        ({"chosen": [{"role": "user", "content": "a"}]}, "an answer holds assistant turns"),
+        ({"chosen": [{"role": "user", "content": "a"}]}, r"'chosen' must end with an assistant turn, found \['user'\]"),
+        ({"prompt": [{"role": "user", "content": "x", "tool_calls": 3}]}, "tool_calls must be a list of objects"),
+        ({"system": 3}, "'system' must be a string, found the number 3"),
         ({"tools": {}}, "'tools' must be a list of objects, found an object"),
     ],
 )

@@ -67,6 +67,16 @@ def test_case_b11_arguments_are_objects_and_null_is_no_text():
         tok.apply_chat_template(broken)
 
 
+def test_case_b11_calls_without_arguments_and_without_a_wrapper():
+    silent = {"function": {"name": "now", "arguments": ""}}
+    assert "<tool_call>{}</tool_call>" in tokenizer(TOOLS).apply_chat_template(
+        [{"role": "assistant", "tool_calls": [silent]}]
+    )
+    flat = {"name": "weather", "arguments": '{"location": "Zürich"}'}
+    tok = tokenizer("{{ messages[0].tool_calls[0].arguments | tojson(separators=(',', ':')) }}")
+    assert tok.apply_chat_template([{"role": "assistant", "tool_calls": [flat]}]) == '{"location":"Zürich"}'
+
+
 def test_case_b11_a_template_that_refuses_the_system_role_says_the_ways_out():
     tok = tokenizer(NO_SYSTEM)
     with pytest.raises(DataError, match=r'System role not supported; set system = "merge" .* or system = "drop"'):

@@ -15,7 +15,6 @@ is dropped. Where the template puts none, the tokenizer's EOS is appended, and s
 
 from __future__ import annotations
 
-import os.path
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -99,7 +98,8 @@ def _turn_start(tokenizer: Tokenizer, messages: Sequence[Message], i: int, tools
     history = tokenizer.apply_chat_template(messages[:i], tools=tools)
     other = {"role": "assistant", "content": "!" if _content(messages[i]).startswith("?") else "?"}
     probe = tokenizer.apply_chat_template([*messages[:i], other], tools=tools)
-    start = len(os.path.commonprefix([full, probe]))
+    same = min(len(full), len(probe))
+    start = next((k for k in range(same) if full[k] != probe[k]), same)
     if not full.startswith(history) or start < len(history):
         raise _changed(i)
     encoded = tokenizer.encode_offsets(full)

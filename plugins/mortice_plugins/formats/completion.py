@@ -28,6 +28,6 @@ class CompletionFormat(Conversational):
 
     def __call__(self, record: Mapping[str, Any], tokenizer: Tokenizer, /, *, source: str) -> Example:
         prompt, answer = text_of(record, "prompt"), text_of(record, "completion")
-        split = self.split(tokenizer, prompt, answer, record, every_turn=True)
+        split = self.split(tokenizer, prompt, answer, record, key="completion", every_turn=True)
         completion = Completion(split.completion_ids, split.loss_mask, weight(record), split.text)
         return Example(Group(source, split.prompt_ids, (completion,), (), record), source)

@@ -33,29 +33,30 @@ class Conversational:
     )
 
     def split(
-        self, tokenizer: Tokenizer, prompt: Any, answer: Any, record: Mapping[str, Any], *, every_turn: bool = False
-    ) -> Split:
+        self, tokenizer: Tokenizer, prompt: Any, answer: Any, record: Mapping[str, Any], *, key: str,
+        every_turn: bool = False,
+    ) -> Split:  # fmt: skip
         """Prompt and answer, strings or message lists, to token ids. Raises DataError naming what is wrong.
 
-        An answer of several messages may repeat the prompt. Its final turn is learned, with `every_turn` all of its
-        assistant turns.
+        `key` is the answer's. An answer of several messages may repeat the prompt. Its final turn is learned, with
+        `every_turn` all of its assistant turns.
         """
         raw = isinstance(prompt, str) and isinstance(answer, str)
         if raw and (self.template == "none" or not tokenizer.has_template):
             return split_text(tokenizer, prompt, answer)
         before = messages(prompt, "prompt", "user")
-        after = messages(answer, "answer", "assistant")
+        after = messages(answer, key, "assistant")
         if len(after) > len(before) and after[: len(before)] == before:
             after = after[len(before) :]
         if not after or after[-1]["role"] != "assistant":
-            raise DataError(f"an answer ends with an assistant turn, found {[m['role'] for m in after]}")
+            raise DataError(f"{key!r} must end with an assistant turn, found {[m['role'] for m in after]}")
         before = self.with_system(before, record)
         if every_turn:
             return split_turns(tokenizer, [*before, *after], tools(record), first=len(before))
         return split_answer(tokenizer, [*before, *after[:-1]], after[-1], tools(record))
 
     def with_system(self, turns: list[dict[str, Any]], record: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Turns with the record's own `system` text in front, where they have none, then the `system` option applied."""
+        """Turns, headed by the record's own `system` text where they have none, with the `system` option applied."""
         own = record.get("system")
         if own is not None and not isinstance(own, str):
             raise DataError(f"'system' must be a string, found {_kind(own)}")

@@ -34,7 +34,10 @@ class Preference(Conversational):
             prompt = text_of(record, "prompt")
         else:
             prompt, chosen, rejected = shared_prompt(chosen, rejected)
-        sides = [self.split(tokenizer, prompt, answer, record) for answer in (chosen, rejected)]
+        sides = [
+            self.split(tokenizer, prompt, answer, record, key=key)
+            for key, answer in (("chosen", chosen), ("rejected", rejected))
+        ]
         first = sides[0].prompt_ids
         completions = [
             Completion(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -83,8 +84,9 @@ class LiveDataset:
     def validate(self, evaluate: Callable[[Sequence[Group]], dict[str, float]], /) -> dict[str, float]:
         return evaluate(self.valid)
 
+    @cached_property
     def fingerprint(self) -> str:
-        """Of all token ids and masks, in the order of the files."""
+        """Of all token ids, masks and weights, in the order of the files."""
         digest = hashlib.blake2b(digest_size=16)
         for group in (*self.train, *self.valid):
             digest.update(
@@ -93,7 +95,7 @@ class LiveDataset:
         return digest.hexdigest()
 
     def state(self) -> dict[str, Any]:
-        return {"rows": len(self.train), "batch_size": self.batch_size, "fingerprint": self.fingerprint()}
+        return {"rows": len(self.train), "batch_size": self.batch_size, "fingerprint": self.fingerprint}
 
     def restore(self, state: Mapping[str, Any], /) -> None:
         """Raises DataError where the data is not what the state was made with."""
