@@ -85,6 +85,19 @@ def test_case_b03_all_bad_rows_at_once(tmp_path):
         load(file)
 
 
+def test_case_b03_the_format_that_would_read_the_rows_is_named(tmp_path):
+    file = pair_file(tmp_path, *[{"prompt": "a", "chosen": "x", "rejected": "y"}] * 2)
+    formats = {"text": Text(), "completion": CompletionFormat(), "preference": Preference()}
+    with pytest.raises(DataError) as error:
+        load_groups(file, Text(), TOK, Options(), name="text", formats=lambda: formats)
+    assert str(error.value).splitlines()[1:] == [
+        "  p.jsonl:1: no 'text', found 'prompt', 'chosen', 'rejected'",
+        "  p.jsonl:2: no 'text', found 'prompt', 'chosen', 'rejected'",
+        'format text reads {"text"}: every token but the first is scored, and the EOS that is appended.',
+        "format = 'preference' would read them",
+    ]
+
+
 def test_case_b12_missing_and_empty_files_give_the_path(tmp_path):
     with pytest.raises(DataError, match=f"not found: {tmp_path}/x.jsonl"):
         load(tmp_path / "x.jsonl")

@@ -101,6 +101,14 @@ class RunConfig:
     def format(self) -> Any:
         return self.one("data")
 
+    def formats(self) -> dict[str, Any]:
+        """Every format that can be had without options, by name."""
+        found = {}
+        for strategy in self.plugins.registry.all("data"):
+            with contextlib.suppress(PluginError, TypeError):
+                found[strategy.name] = strategy.load()()
+        return found
+
     def __getattr__(self, name: str) -> Any:
         if name in STRATEGY_TABLES and name not in LISTS:
             return self.one(name)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -108,23 +108,29 @@ def read_records(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def load_groups(
-    file: Path, form: DataFormat, tokenizer: Tokenizer, options: Lengths, *, name: str = ""
-) -> tuple[list[Group], DataCounts]:
+    file: Path, form: DataFormat, tokenizer: Tokenizer, options: Lengths, *, name: str = "",
+    formats: Callable[[], Mapping[str, DataFormat]] = dict,
+) -> tuple[list[Group], DataCounts]:  # fmt: skip
     """Every usable record of a file as a group, and the counts of what was cut and dropped.
 
-    `name` is the format's, for messages. Raises one DataError that lists all bad rows (the first 20 and how many
-    more), or that says why nothing is left to train on.
+    For messages: `name` is the format's, `formats` gives all formats by name. Raises one DataError that lists all bad
+    rows (the first 20 and how many more), or that says why nothing is left to train on.
     """
     counts = DataCounts()
     groups: list[Group] = []
     problems: list[str] = []
+    misshapen: list[Any] = []
     extra: dict[str, None] = {}
     for where, record in read_records(file):
         if options.limit is not None and counts.rows >= options.limit:
             break
         counts.rows += 1
         try:
-            _check_record(record, form, name)
+            if isinstance(record, DataError):
+                raise record
+            if wrong := _misshape(record, form):
+                misshapen.append(record)
+                raise DataError(wrong)
             extra |= dict.fromkeys(key for key in record if key not in form.keys)
             group = form(record, tokenizer, source=where).group
         except DataError as error:
@@ -139,7 +145,8 @@ def load_groups(
     if problems:
         shown = "\n  ".join(problems[:MOST_PROBLEMS])
         more = f"\n  and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
-        raise DataError(f"{file.absolute()}: {len(problems)} bad of {counts.rows} rows\n  {shown}{more}")
+        accepted = _accepted(form, name, misshapen, formats) if misshapen else ""
+        raise DataError(f"{file.absolute()}: {len(problems)} bad of {counts.rows} rows\n  {shown}{more}{accepted}")
     if not groups:
         raise DataError(
             f"{file.absolute()}: nothing is left to train on; all {counts.rows} rows were dropped because no token to "
@@ -153,19 +160,31 @@ def load_groups(
     return groups, counts
 
 
-def _check_record(record: Any, form: DataFormat, name: str) -> None:
-    schema = (inspect.getdoc(form) or "").partition("\n")[0]
-    accepted = f"format {name or type(form).__name__.lower()} reads {schema}"
-    if isinstance(record, DataError):
-        raise record
+def _misshape(record: Any, form: DataFormat) -> str | None:
+    """Why a record has not the shape that the format reads."""
     if not isinstance(record, Mapping):
-        raise DataError(f"expected a JSON object, found {type(record).__name__}; {accepted}")
-    if not form.matches(record):
-        required = getattr(form, "required", tuple(sorted(form.keys)))
-        lacking = [key for key in required if key not in record]
-        found = ", ".join(map(repr, record)) or "no key at all"
-        guess = next((f"; is {hit!r} meant as {key!r}?" for key in lacking if (hit := nearest(key, record))), "")
-        raise DataError(f"no {' and no '.join(map(repr, lacking))}, found {found}{guess}; {accepted}")
+        return f"expected a JSON object, found {type(record).__name__}"
+    if form.matches(record):
+        return None
+    lacking = [key for key in _required(form) if key not in record]
+    found = ", ".join(map(repr, record)) or "no key at all"
+    guess = next((f"; is {hit!r} meant as {key!r}?" for key in lacking if (hit := nearest(key, record))), "")
+    return f"no {' and no '.join(map(repr, lacking))}, found {found}{guess}"
+
+
+def _required(form: DataFormat) -> Sequence[str]:
+    return getattr(form, "required", tuple(sorted(form.keys)))
+
+
+def _accepted(
+    form: DataFormat, name: str, misshapen: Sequence[Any], formats: Callable[[], Mapping[str, DataFormat]]
+) -> str:
+    """What the format reads, and which formats would read the records that it cannot."""
+    schema = (inspect.getdoc(form) or "").partition("\n")[0]
+    text = f"\nformat {name or type(form).__name__.lower()} reads {schema}"
+    records = [record for record in misshapen if isinstance(record, Mapping)]
+    fits = [other for other, reader in formats().items() if records and all(map(reader.matches, records))]
+    return text + (f"\nformat = {' or '.join(repr(fit) for fit in fits)} would read them" if fits else "")
 
 
 def truncate(

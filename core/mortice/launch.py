@@ -121,6 +121,7 @@ def prepare(config: RunConfig, notices: Notices | None = None) -> Prepared:
             rewards=tuple(config.rewards),
             policy=policy,
             poll=signals.poll,
+            formats=config.formats,
         )
     )
     mx.eval(params)

@@ -183,6 +183,8 @@ class SourceContext:
     """The live policy, for sources that sample."""
     poll: Callable[[], None] = lambda: None
     """To be called now and then in long work: raises when the run is to stop."""
+    formats: Callable[[], Mapping[str, DataFormat]] = dict
+    """All formats by name, for messages about records that this run's cannot read."""
 
 
 class LiveSource(Protocol):

@@ -46,7 +46,9 @@ def data(file: Path, *, rows: int = 2, json: bool = False, flags: RunFlags | Non
         part = getattr(config.data, name)
         if part is None:
             continue
-        groups, counts = load_groups(part, config.format, tokenizer, config.data, name=config.data.format)
+        groups, counts = load_groups(
+            part, config.format, tokenizer, config.data, name=config.data.format, formats=config.formats
+        )
         reports.append(
             {
                 "file": str(part),

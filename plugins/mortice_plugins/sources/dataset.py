@@ -32,7 +32,9 @@ class Dataset:
             raise DataError("data.train is not set: which file is to be trained on?")
 
         def read(path: Any) -> list[Group]:
-            groups, counts = load_groups(path, context.format, context.tokenizer, data, name=name)
+            groups, counts = load_groups(
+                path, context.format, context.tokenizer, data, name=name, formats=context.formats
+            )
             _tell(context, path, counts, data.max_length)
             return groups
 
