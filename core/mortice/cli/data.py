@@ -32,6 +32,8 @@ def data(file: Path, *, rows: int = 2, json: bool = False, flags: RunFlags | Non
     config = load(file, flags)
     for notice in config.notices:
         warn(notice)
+    if config.data.train is None:
+        raise ConfigError("data.train is not set: which file is to be shown?")
     path = config.model.config or config.model.path or ""
     folder = Path(path).parent if path.endswith(".json") else Path(path)
     if not folder.is_dir() and looks_like_hub_id(path):
@@ -64,7 +66,11 @@ def data(file: Path, *, rows: int = 2, json: bool = False, flags: RunFlags | Non
         return
     for report in reports:
         print(f"{report['file']}")
-        facts = [(k.replace("_", " "), str(v)) for k, v in report["counts"].items() if v or k in ("rows", "kept")]
+        facts = [
+            (name.replace("_", " "), ", ".join(value) if isinstance(value, tuple) else str(value))
+            for name, value in report["counts"].items()
+            if value or name in ("rows", "kept")
+        ]
         facts.append(("scored tokens", f"{report['scored tokens']:,}"))
         print_table(None, ("", ""), facts)
         for name in ("prompt tokens", "completion tokens"):
@@ -86,10 +92,10 @@ def spread(lengths: list[int]) -> dict[str, Any]:
 
 
 def histogram(found: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """One row a bin: its bounds, its count, a bar."""
+    """One row a bin: its bounds, its count, a bar. Then the smallest, the median and the largest."""
     most = max(found["bins"].values())
     rows = [(name, str(count), "█" * round(40 * count / most)) for name, count in found["bins"].items()]
-    return [*rows, ("median", str(found["median"]), "")]
+    return [*rows, *((name, str(found[name]), "") for name in ("min", "median", "max"))]
 
 
 def shown(group: Any, tokenizer: Any) -> dict[str, Any]:
