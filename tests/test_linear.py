@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from mortice import linear
 from mortice.linear import Embedding, Linear, Quantization, QuantizedEmbedding, QuantizedLinear, quantized
+from mortice.model import Output
 
 AFFINE = [Quantization(bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)]
 FLOATING = [Quantization(4, 32, "mxfp4"), Quantization(4, 16, "nvfp4"), Quantization(8, 32, "mxfp8")]
@@ -142,3 +144,17 @@ def test_embeddings_look_rows_up():
     rows = q.dequantize(packed.weight, packed.scales, packed.biases)[ids]
     assert mx.array_equal(packed(ids), rows)
     assert close(rows, table[ids], 0.02)
+
+
+def test_half_precision_scales_round_nothing_on_the_cpu():
+    """As mlx-community stores them: rows are unpacked in float32, not rounded to the type of the scales."""
+    weight = mx.random.normal((64, 128), key=mx.random.key(0))
+    packed, scales, biases = mx.quantize(weight, group_size=64, bits=8)
+    scales, biases = scales.astype(mx.bfloat16), biases.astype(mx.bfloat16)
+    codes = np.array(mx.view(packed, mx.uint8)).reshape(64, 128).astype(np.float64)
+    s, b = (np.repeat(np.array(x.astype(mx.float32), dtype=np.float64), 64, axis=1) for x in (scales, biases))
+    want = codes * s + b
+    rows = Quantization(8, 64).dequantize(packed, scales, biases)
+    assert np.abs(np.array(rows, dtype=np.float64) - want).max() < 1e-6
+    output = Output(packed, "lm_head.weight", scales, biases, 64, 8)
+    assert np.abs(np.array(output.rows(), dtype=np.float64) - want).max() < 1e-6

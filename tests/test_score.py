@@ -196,3 +196,45 @@ def test_wrong_strategies_and_requirements_are_named(shared, pairs):
         score(base, pairs, loss={"name": "orpo", "betta": 1.0})
     with pytest.raises(ConfigError, match="loss 'orpo' needs pairs"):
         score(base, chosen_only(pairs), loss="orpo")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt_ids": [99999]}, "token id 99999, but the model's vocabulary has 512 tokens"),
+        ({"prompt_ids": [1.7]}, "must be whole numbers of 0 or more, found 1.7"),
+        ({"prompt_ids": "abc"}, "must be whole numbers, found 'abc'"),
+        ({"completions": [[-1], [2]]}, "must be whole numbers of 0 or more, found -1"),
+        ({"completions": [[], [2]]}, r"groups\[0\]: completion 0 has no scored token"),
+        (
+            {"completions": [[1], [2]], "loss_masks": [[False], [True]]},
+            r"groups\[0\]: completion 0 has no scored token",
+        ),
+        ({"advantages": 3}, "'advantages' must be a list"),
+    ],
+)
+def test_what_has_no_logprob_is_refused(shared, pairs, change, message):
+    with pytest.raises(DataError, match=message):
+        score(shared / "losses" / "base", [pairs[0] | change], loss="orpo")
+
+
+def test_arrays_are_lists_of_ids(shared, pairs):
+    import numpy as np
+
+    plain = score(shared / "losses" / "base", pairs, loss="orpo").loss
+    for kind in (np.array, mx.array):
+        arrays = [
+            {"prompt_ids": kind(p["prompt_ids"]), "completions": [kind(c) for c in p["completions"]]} for p in pairs
+        ]
+        assert score(str(shared / "losses" / "base"), arrays, loss="orpo").loss == plain
+
+
+def test_the_weight_of_a_loss_counts(shared, pairs):
+    base = shared / "losses" / "base"
+    assert score(base, pairs, loss={"name": "orpo", "weight": 2.0}).loss == pytest.approx(
+        2 * score(base, pairs, loss="orpo").loss
+    )
+    with pytest.raises(ConfigError, match="must be > 0"):
+        score(base, pairs, loss={"name": "orpo", "weight": 0})
+    with pytest.raises(ConfigError, match="temperature must be > 0"):
+        score(base, pairs, loss="orpo", temperature=0)

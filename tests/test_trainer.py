@@ -155,13 +155,19 @@ def test_case_b31_a_signal_during_evaluation_keeps_the_last_step(home, monkeypat
     assert load_checkpoint(outcome.checkpoint).step == 4
 
 
-def test_case_b31_the_process_says_where_and_exits_130(home):
-    """As a user presses Ctrl-C: once ends cleanly, twice ends at once and harms no file."""
-    path = home.parent / "runs" / "interrupted"
-    command = [sys.executable, "-m", "mortice", "train", str(home), "--run", str(path), "--set", "train.steps=100000",
-               "--set", "train.save_every=5", "--set", "train.validate_every=100000"]  # fmt: skip
+def start(home, path, *settings: str) -> subprocess.Popen:
+    """A long run in a process of its own, once it has saved something."""
+    command = [sys.executable, "-m", "mortice", "train", str(home), "--run", str(path)]
+    for setting in ("train.steps=100000", "train.save_every=5", "train.validate_every=100000", *settings):
+        command += ["--set", setting]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     wait_for(path / "latest", process)
+    return process
+
+
+def test_case_b31_the_process_says_where_and_exits_130(home):
+    path = home.parent / "runs" / "interrupted"
+    process = start(home, path)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
@@ -169,7 +175,18 @@ def test_case_b31_the_process_says_where_and_exits_130(home):
     latest = path / "checkpoints" / (path / "latest").read_text().strip()
     assert str(latest) in output
     assert load_checkpoint(latest).step > 0
-    assert not (path / "lock").exists()
+
+
+def test_case_b31_the_second_signal_ends_at_once_and_harms_no_file(home):
+    path = home.parent / "runs" / "twice"
+    process = start(home, path)
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+    latest = path / "checkpoints" / (path / "latest").read_text().strip()
+    assert load_checkpoint(latest).step % 5 == 0 or process.returncode == 128 + signal.SIGTERM
+    assert adapter(latest / "adapter")
 
 
 def wait_for(file, process, seconds: float = 60):
@@ -484,3 +501,78 @@ def test_active_memory_does_not_grow_with_the_steps(home, backward):
     outcome = run(home, "train.steps=50", "train.validate_every=10", f"backward.name={backward}", "head.name=flash-cce")
     held = [line["memory_active_gb"] for line in metrics(outcome)]
     assert held[49] == pytest.approx(held[9], rel=0.01)
+
+
+def test_ids_outside_the_vocabulary_are_refused_before_the_first_step(tmp_path):
+    from tiny_llama import checkpoint
+
+    file = tiny_run(tmp_path)
+    checkpoint(tmp_path / "small", vocab_size=200)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "small" / name).write_bytes((tmp_path / "model" / name).read_bytes())
+    with pytest.raises(DataError, match=r"train.jsonl:1: token id \d+, but the model's vocabulary has 200 tokens"):
+        prepare(configure(file, f"model.path={tmp_path / 'small'}"))
+
+
+def test_a_diverged_run_is_no_success(home):
+    with pytest.raises(TrainingError, match="ended at step 4 with a validation loss of nan"):
+        run(home, "train.steps=4", "optimizer.learning_rate=1e30", "train.clip_norm=0")
+
+
+def test_a_misspelt_best_metric_is_found_before_the_first_step(home, monkeypatch):
+    def never(*_):
+        raise AssertionError("a step was made")
+
+    monkeypatch.setattr(Engine, "gradients", never)
+    with pytest.raises(ConfigError, match="validation has no metric 'foo'"):
+        run(home, "train.best=valid/foo")
+
+
+def test_two_controllers_keep_each_others_changes(home):
+    @frozen
+    class Beta:
+        """Sets λ once."""
+
+        def __call__(self, step, metrics, state):
+            return ({"loss.beta": 0.7} if step == 0 else {}), {}
+
+    @frozen
+    class Scope:
+        """Sets the scope later."""
+
+        def __call__(self, step, metrics, state):
+            return ({"loss.sft_scope": "response"} if step == 2 else {}), {}
+
+    file = home.parent / "two.toml"
+    file.write_text(RUN_FILE + '\n[[controller]]\nname = "beta"\n[[controller]]\nname = "scope"\n')
+    plugins = [plugin("controller", "beta", Beta), plugin("controller", "scope", Scope)]
+    outcome = run(file, "train.steps=4", "train.validate_every=2", plugins=plugins)
+    for line in metrics(outcome):
+        assert line["loss"] == pytest.approx(line["nll"] + 0.7 * line["odds"], rel=1e-5)
+    state = json.loads((outcome.checkpoint / "state.json").read_text())
+    assert state["overrides"] == {"loss.beta": 0.7, "loss.sft_scope": "response"}
+
+
+def test_after_a_step_the_model_holds_the_new_weights(home):
+    seen = []
+
+    class Unused:
+        """Nothing."""
+
+    def on_step_end(step, metrics):
+        model = captured[0]
+        seen.append({name: value for name, value in model.named_parameters().items() if name.endswith("lora_b")})
+
+    captured = []
+    gradients = Engine.gradients
+
+    def capture(self, *arguments):
+        captured.append(self.model)
+        return gradients(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "gradients", capture)
+        outcome = run(home, "train.steps=2", plugins=[plugin("task", "look", Unused, on_step_end=on_step_end)])
+    saved = adapter(outcome.path / "adapter")
+    assert all(mx.array_equal(value, saved[name]) for name, value in seen[-1].items())
+    assert not same(seen[0], seen[1])

@@ -27,7 +27,15 @@ def _tuple(value: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def _ids(value: Sequence[int]) -> tuple[int, ...]:
-    return tuple(int(v) for v in value)
+    """Token ids as whole numbers of 0 or more; arrays are taken as lists. Raises ValueError for anything else."""
+    items = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(items, (str, bytes)):
+        raise ValueError(f"token ids must be whole numbers, found {items!r}")
+    ids = tuple(items)
+    for i in ids:
+        if isinstance(i, bool) or not isinstance(i, (int, np.integer)) or i < 0:
+            raise ValueError(f"token ids must be whole numbers of 0 or more, found {i!r}")
+    return tuple(int(i) for i in ids)
 
 
 def _bools(value: Iterable[Any]) -> tuple[bool, ...]:
@@ -193,7 +201,8 @@ class Batch:
     """What a loss sees beside the scores: M scored tokens of C completions, with N preference pairs."""
 
     owner: mx.array
-    """`[M]` int32: the completion of each scored token. A prompt token belongs to its group's first completion."""
+    """`[M]` int32: the completion of each scored token. A prompt token belongs to its group's chosen completion, or
+    the first one where there is no pair."""
     is_prompt: mx.array
     """`[M]` bool: targets outside the loss mask; present only where the loss requires `prompt_logprobs`."""
     pairs: mx.array

@@ -62,8 +62,8 @@ def _load() -> Blas:
         if already := _resident():
             return Blas(Path(already).name, already, "loaded before mortice")
         warnings.warn(
-            "mlx was imported before mortice, so no fast BLAS could be loaded; import mortice and call "
-            "mortice.blas.load() before mlx",
+            "mlx was imported before a fast BLAS could be loaded; write `from mortice import score` (or load, or run) "
+            "or call mortice.blas.load() before `import mlx`",
             stacklevel=3,
         )
         return Blas("reference", note="mlx was imported first")

@@ -141,7 +141,9 @@ class RunFolder:
         best, found = self.best(), self.checkpoints()
         surplus = len(found) - self.keep if self.keep else 0
         for path in [p for p in found[:-1] if p != best][: max(0, surplus)]:
-            shutil.rmtree(path)
+            gone = atomic.temporary(path)  # renamed first: a kill must not leave half of one under its name
+            path.rename(gone)
+            shutil.rmtree(gone)
 
     def checkpoints(self) -> list[Path]:
         """Complete checkpoints, oldest step first."""

@@ -17,7 +17,7 @@ from attrs import define, evolve, field, frozen
 from mortice import blas
 from mortice.errors import ConfigError, PluginError, nearest, suggest
 from mortice.hub import looks_like_hub_id
-from mortice.plugins import Plugins, load_plugins
+from mortice.plugins import ALWAYS, Plugins, load_plugins
 from mortice.registry import Strategy
 from mortice.runfile import Key, RunFile, apply_settings, from_tables, read_run_file
 from mortice.structure import fields, kind_of, structure, takes_path, value_of
@@ -182,8 +182,8 @@ def _load(
         own.enable, own.disable, strategies=strategies.items(), strict=own.strict, entry_points=entry_points
     )
     if own.enable is not None:
-        on = [p.entry.name for p in plugins.plugins if p.status != "off" and p.entry.name not in own.enable]
-        added = [name for name in on if name != "basics"]
+        on = [p.entry for p in plugins.plugins if p.status != "off"]
+        added = [e.name for e in on if e.name != ALWAYS and not any(e.called(name) for name in own.enable)]
         if added:
             file.put(("plugins", "enable"), [*own.enable, *added], f"--{next(iter(strategies))}")
     return _build(file, plugins, stem=stem)
@@ -313,6 +313,8 @@ class _Reader:
         if weighted:
             try:
                 weight = value_of(values.pop("weight", 1.0), float)
+                if weight <= 0:
+                    raise ValueError(f"must be > 0, found {weight}")
             except ValueError as error:
                 self.say((*where, "weight"), str(error))
         values = self.with_profile(kind, cls, values)
@@ -447,7 +449,7 @@ def _check_files(reader: _Reader, data: DataOptions) -> None:
         if path is None or path.is_file():
             continue
         siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, siblings, n=1)
+        near = difflib.get_close_matches(path.name, [name for name in siblings if name != path.name], n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         what = "is a folder" if path.is_dir() else "not found"
         reader.say(("data", name), f"file {what}: {path}{hint}")

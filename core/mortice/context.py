@@ -143,6 +143,8 @@ class SpanContext(Context):
         self._attention_chunk = attention_chunk
         self._mlp_chunk = mlp_chunk
         self._randomness = randomness
+        self._part = slice(None)
+        """Tokens of the row that `tokenwise` is at."""
         positions = np.concatenate([s.position + np.arange(s.length) for s in row.spans])
         self._positions = mx.array(positions.astype(np.int32))  # [T]
         self._plain = bool(np.array_equal(positions, np.arange(len(positions))))
@@ -178,20 +180,25 @@ class SpanContext(Context):
             return module(x)
         places = [(owner, key) for _, owner, key in slots("", module) if (id(owner), key) in self.trainable]
 
-        # mx.checkpoint takes captured arrays for constants: what trains is passed in, and put in place inside.
-        @mx.checkpoint
-        def chunk(x: mx.array, *values: mx.array) -> mx.array:
-            held = [owner[key] for owner, key in places]
-            for (owner, key), value in zip(places, values):
-                owner[key] = value
-            out = module(x)
-            for (owner, key), value in zip(places, held):
-                owner[key] = value
-            return out
+        def chunk(part: slice) -> mx.array:
+            # mx.checkpoint takes captured arrays for constants: what trains is passed in, and put in place inside.
+            @mx.checkpoint
+            def recomputed(x: mx.array, *values: mx.array) -> mx.array:
+                held = [owner[key] for owner, key in places]
+                for (owner, key), value in zip(places, values):
+                    owner[key] = value
+                self._part = part
+                out = module(x)
+                self._part = slice(None)
+                for (owner, key), value in zip(places, held):
+                    owner[key] = value
+                return out
 
-        values = [owner[key] for owner, key in places]
-        cuts = list(range(self._mlp_chunk, x.shape[0], self._mlp_chunk))
-        return mx.concatenate([chunk(part, *values) for part in mx.split(x, cuts)])
+            found: Any = recomputed(x[part], *(owner[key] for owner, key in places))
+            return found
+
+        size = self._mlp_chunk
+        return mx.concatenate([chunk(slice(start, start + size)) for start in range(0, x.shape[0], size)])
 
     def uniform(self, module: str, width: int) -> mx.array | None:
         if self._randomness is None:
@@ -201,7 +208,7 @@ class SpanContext(Context):
             mx.random.uniform(shape=(span.length, width), key=stable_key(r.seed, r.step, r.turn, span.key, module))
             for span in self.row.spans
         ]
-        return mx.concatenate(draws)
+        return mx.concatenate(draws)[self._part]
 
 
 def _reachable(ranges: Sequence[tuple[int, int]], queries: int, window: int | None) -> list[tuple[int, int]]:

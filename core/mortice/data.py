@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -103,7 +103,7 @@ def read_records(file: Path) -> Iterator[tuple[str, Any]]:
         where = f"{file.name}:{number}"
         try:
             yield where, json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             yield where, DataError(f"no JSON: {error}")
 
 
@@ -137,7 +137,9 @@ def load_groups(
             problems.append(f"{where}: {error}")
             continue
         cut = truncate(group, options.max_length, options.truncation, tokenizer.bos_id, counts)
-        if cut is not None:
+        if cut is not None and not any(c.weight for c in cut.completions):
+            counts.dropped += 1  # a weight of 0 leaves nothing to learn
+        elif cut is not None:
             groups.append(cut)
             counts.identical_pairs += any(cut.completions[c].ids == cut.completions[r].ids for c, r in cut.pairs)
             counts.different_prompts += not cut.one_prompt
@@ -147,6 +149,8 @@ def load_groups(
         more = f"\n  and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
         accepted = _accepted(form, name, misshapen, formats) if misshapen else ""
         raise DataError(f"{file.absolute()}: {len(problems)} bad of {counts.rows} rows\n  {shown}{more}{accepted}")
+    if not counts.rows:
+        raise DataError(f"data file holds no record: {file.absolute()}")
     if not groups:
         raise DataError(
             f"{file.absolute()}: nothing is left to train on; all {counts.rows} rows were dropped because no token to "
@@ -185,6 +189,18 @@ def _accepted(
     records = [record for record in misshapen if isinstance(record, Mapping)]
     fits = [other for other, reader in formats().items() if records and all(map(reader.matches, records))]
     return text + (f"\nformat = {' or '.join(repr(fit) for fit in fits)} would read them" if fits else "")
+
+
+def check_vocabulary(groups: Iterable[Group], vocab: int) -> None:
+    """Raises DataError for a token id that the model has no row for: reading past a table gives foreign memory."""
+    for group in groups:
+        own = [ids for c in group.completions for ids in (c.ids, c.prompt_ids or ())]
+        highest = max((max(ids, default=0) for ids in (group.prompt_ids, *own)), default=0)
+        if highest >= vocab:
+            raise DataError(
+                f"{group.id}: token id {highest}, but the model's vocabulary has {vocab} tokens (0 to {vocab - 1}); "
+                "the tokenizer does not belong to this model"
+            )
 
 
 def truncate(

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
 
+from mortice.batch import Group
 from mortice.context import CacheContext
+from mortice.data import check_vocabulary
 from mortice.model import Model
 from mortice.objective import number
 from mortice.protocols import Sampling
@@ -45,6 +47,7 @@ def generate_tokens(model: Model, prompt: Sequence[int], sampling: Sampling) -> 
     """
     if not prompt:
         raise ValueError("a prompt needs at least one token")
+    check_vocabulary([Group("prompt", prompt, ())], model.output.vocab)
     ctx = CacheContext()
     tokens = list(prompt)
     for place in range(sampling.max_tokens):

@@ -68,6 +68,8 @@ def convert_gguf(
     Raises CheckpointError for a file that cannot be read or mapped, or a target that exists and is not empty.
     """
     file, folder = Path(source).expanduser(), Path(target).expanduser().absolute()
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file; the target is a folder")
     if folder.exists() and any(folder.iterdir()):
         raise CheckpointError(f"{folder} exists and is not empty")
     metadata = read_header(file).metadata

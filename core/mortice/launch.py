@@ -76,6 +76,7 @@ def prepare(config: RunConfig, notices: Notices | None = None) -> Prepared:
     import mlx.core as mx
 
     from mortice.config import check_requirements
+    from mortice.data import check_vocabulary
     from mortice.pretrained import load, random_model
     from mortice.protocols import Policy, SourceContext
     from mortice.trainer import Signals
@@ -124,6 +125,9 @@ def prepare(config: RunConfig, notices: Notices | None = None) -> Prepared:
             formats=config.formats,
         )
     )
+    known = getattr(source, "known", None)
+    if known is not None:
+        check_vocabulary(known(), model.output.vocab)
     mx.eval(params)
     return Prepared(config, pretrained, adapter, policy, source, engine, _total_steps(config, source), notices, signals)
 
@@ -184,6 +188,9 @@ def train(config: RunConfig, notices: Notices | None = None) -> Outcome:
     best = options.best or ("valid/loss" if prepared.source.can_validate else None)
     if options.best and not prepared.source.can_validate:
         raise ConfigError(f"train.best is {options.best!r}, but there is no validation data (data.valid)")
+    if config.controllers and not prepared.source.can_validate:
+        names = ", ".join(name for name, _ in config.controllers)
+        raise ConfigError(f"controller {names}: controllers go by validation, and there is none (data.valid)")
     share = f"trainable parameters: {prepared.trainable:,} of {prepared.parameters:,}"
     notices(f"{share} ({prepared.trainable / prepared.parameters:.3%})")
 

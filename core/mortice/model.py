@@ -107,11 +107,14 @@ class Model:
                 carry = block(carry, ctx)
         return carry
 
+    def begin(self, ctx: Context, tokens: mx.array) -> Carry:
+        """`embed` under `ctx`."""
+        with activate(ctx):
+            return self.embed(tokens, ctx)
+
     def hidden(self, ctx: Context, tokens: mx.array) -> mx.array:
         """All of it at once: token ids `[T]` to hidden states `[T, D]`."""
-        with activate(ctx):
-            carry = self.embed(tokens, ctx)
-        return self.finish(self.run(carry, ctx))
+        return self.finish(self.run(self.begin(ctx, tokens), ctx))
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], None]]]:
         """Every leaf module with its full name and a function that puts another module in its place."""
@@ -201,6 +204,8 @@ class Output:
         if not self.quantized:
             return self.weight[at].astype(mx.float32)
         weight, scales, biases = self._packed(at)
+        if self.mode == "affine":  # else rows are rounded to the type of the scales
+            scales, biases = scales.astype(mx.float32), None if biases is None else biases.astype(mx.float32)
         rows = mx.dequantize(weight, scales, biases, group_size=self.group_size, bits=self.bits, mode=self.mode)
         return rows.astype(mx.float32)
 

@@ -257,8 +257,15 @@ class Objective:
                 count = self._counts[i, name]
                 if count:
                     loss = loss + weighted.weight * found.weights.get(name, 1.0) * terms[i, name] / count
-            metrics |= _metrics(found, self._batch.groups)
+            for name, value in _metrics(found, self._batch.groups).items():
+                metrics[f"{loss_label(self._losses, i)}/{name}" if name in metrics else name] = value
         return loss, terms, metrics
+
+
+def loss_label(losses: Sequence[WeightedLoss], i: int) -> str:
+    """A loss's name, numbered from the second of that name on."""
+    same = sum(loss.name == losses[i].name for loss in losses[:i])
+    return losses[i].name if not same else f"{losses[i].name}-{same + 1}"
 
 
 def _metrics(found: LossOutput, groups: int) -> dict[str, tuple[mx.array, mx.array]]:
@@ -273,7 +280,7 @@ def hidden_states(model: Model, contexts: Sequence[Any], *, blocks_at_once: int 
     """Hidden states of every row without any gradient, a few blocks at a time: memory of one residual stream."""
     hiddens = []
     for ctx in contexts:
-        carry = model.embed(ctx.tokens, ctx)
+        carry = model.begin(ctx, ctx.tokens)
         for start in range(0, len(model.blocks), blocks_at_once):
             carry = model.run(carry, ctx, start, start + blocks_at_once)
             mx.eval(carry)

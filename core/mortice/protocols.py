@@ -188,6 +188,8 @@ class SourceContext:
 
 
 class LiveSource(Protocol):
+    """What a source does during a run. One that knows all its groups beforehand may give them in `known()`."""
+
     provides: frozenset[str]
 
     @property

@@ -39,13 +39,11 @@ class Reference:
 
     def fill(self, groups: Sequence[Group]) -> list[Group]:
         """The groups with `ref_logprobs` on every completion. Runs one forward over those that lack them."""
-        lacking = [g for g in groups if any(c.ref_logprobs is None for c in g.completions)]
-        found = dict(zip((g.id for g in lacking), self.engine.logprobs(self.params, lacking)))
-
-        def filled(group: Group) -> Group:
-            if group.id not in found:
-                return group
-            scored = zip(group.completions, found[group.id])
-            return group.with_completions([evolve(c, ref_logprobs=c.ref_logprobs or values) for c, values in scored])
-
-        return [filled(group) for group in groups]
+        lacking = [i for i, g in enumerate(groups) if any(c.ref_logprobs is None for c in g.completions)]
+        if not lacking:
+            return list(groups)
+        filled = list(groups)
+        for i, found in zip(lacking, self.engine.logprobs(self.params, [groups[i] for i in lacking])):
+            scored = zip(groups[i].completions, found)
+            filled[i] = groups[i].with_completions([evolve(c, ref_logprobs=c.ref_logprobs or v) for c, v in scored])
+        return filled

@@ -53,12 +53,17 @@ class RowBuilder:
         return Row(self._tokens, self._spans, *columns)
 
 
+def prompt_owner(group: Group) -> int:
+    """The completion that prompt targets belong to: the chosen one of the first pair, else the first."""
+    return group.pairs[0][0] if group.pairs else 0
+
+
 def separate_rows(group: Group, first: int, *, prompt_targets: bool) -> list[Row]:
-    """One row for each completion, with its own copy of the prompt, which is scored in the first row alone."""
+    """One row for each completion, with its own copy of the prompt, which is scored in its owner's row alone."""
     rows = []
     for k in range(len(group.completions)):
         builder = RowBuilder()
-        prompt = builder.prompt(group, k, first, targets=prompt_targets and k == 0)
+        prompt = builder.prompt(group, k, first + k, targets=prompt_targets and k == prompt_owner(group))
         builder.completion(group, k, first + k, prompt, masked_targets=prompt_targets)
         rows.append(builder.row())
     return rows
@@ -67,7 +72,8 @@ def separate_rows(group: Group, first: int, *, prompt_targets: bool) -> list[Row
 def shared_row(group: Group, first: int, *, prompt_targets: bool) -> Row:
     """One row for the group: its prompt once, every completion a branch of it."""
     builder = RowBuilder()
-    prompt = builder.prompt(group, 0, first, targets=prompt_targets)
+    owner = prompt_owner(group)
+    prompt = builder.prompt(group, owner, first + owner, targets=prompt_targets)
     for k in range(len(group.completions)):
         builder.completion(group, k, first + k, prompt, masked_targets=prompt_targets)
     return builder.row()

@@ -87,7 +87,7 @@ def read_run_file(path: str | Path) -> RunFile:
         content = file.read_bytes()
     except OSError as error:
         folder = file.parent
-        names = [p.name for p in folder.iterdir()] if folder.is_dir() else []
+        names = [p.name for p in folder.iterdir() if p != file] if folder.is_dir() else []
         hit = nearest(file.name, names)
         hint = f"; did you mean {folder / hit}?" if hit else ""
         raise ConfigError(f"cannot read the run file {file}: {error.strerror}{hint}") from error
@@ -122,7 +122,7 @@ def _copied(value: Any) -> Any:
         return {key: _copied(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_copied(item) for item in value]
-    return value
+    return str(value) if isinstance(value, Path) else value
 
 
 def apply_settings(run: RunFile, settings: Sequence[str]) -> None:

@@ -84,7 +84,11 @@ def score(
     if gradients and not params:
         params = _float_weights(pretrained.model)
     pretrained.model.mark_trainable(params)
-    losses = (WeightedLoss(chosen["loss"].name, chosen["loss"].options),)
+    losses = (WeightedLoss(chosen["loss"].name, chosen["loss"].options, chosen["loss"].weight),)
+    if temperature <= 0:
+        raise ConfigError(f"temperature must be > 0, found {temperature}")
+    if micro_batch_size is not None and micro_batch_size < 1:
+        raise ConfigError(f"micro_batch_size must be at least 1, found {micro_batch_size}")
     found = parse_groups(groups, pairs="pairs" in requirements(losses))
     engine = Engine(
         pretrained.model,
@@ -126,11 +130,13 @@ def parse_groups(groups: Sequence[Mapping[str, Any]], *, pairs: bool = False) ->
 
 def _group(index: int, given: Mapping[str, Any], with_pairs: bool) -> Group:
     where = f"groups[{index}]"
+    if not isinstance(given, Mapping):
+        raise DataError(f"{where} must be a mapping, found {type(given).__name__}")
     for key in given:
         if key not in _KEYS:
             raise DataError(f"{where}: unknown key {key!r}{suggest(key, _KEYS)} (accepted: {', '.join(_KEYS)})")
     for key in ("prompt_ids", "completions"):
-        if not given.get(key):
+        if given.get(key) is None or not hasattr(given[key], "__len__") or not len(given[key]):
             raise DataError(f"{where}: {key!r} is missing or empty")
     count = len(given["completions"])
     columns = {}
@@ -139,6 +145,8 @@ def _group(index: int, given: Mapping[str, Any], with_pairs: bool) -> Group:
         ("old_logprobs", "old_logprobs"), ("ref_logprobs", "ref_logprobs"),
     ):  # fmt: skip
         if given.get(key) is not None:
+            if not hasattr(given[key], "__len__") or isinstance(given[key], str):
+                raise DataError(f"{where}: {key!r} must be a list, one entry a completion, found {given[key]!r}")
             if len(given[key]) != count:
                 raise DataError(f"{where}: {key!r} has {len(given[key])} entries for {count} completions")
             columns[name] = given[key]
@@ -147,10 +155,14 @@ def _group(index: int, given: Mapping[str, Any], with_pairs: bool) -> Group:
             Completion(ids, **{name: column[k] for name, column in columns.items()})
             for k, ids in enumerate(given["completions"])
         ]
+        pairs = tuple((0, k) for k in range(1, count)) if with_pairs else ()
+        group = Group(where, given["prompt_ids"], completions, pairs)
     except (ValueError, TypeError) as error:
         raise DataError(f"{where}: {error}") from error
-    pairs = tuple((0, k) for k in range(1, count)) if with_pairs else ()
-    return Group(str(index), given["prompt_ids"], completions, pairs)
+    for k, completion in enumerate(completions):
+        if not any(completion.loss_mask):
+            raise DataError(f"{where}: completion {k} has no scored token, so it has no log-probability to speak of")
+    return group
 
 
 def _check_requirements(loss: str, requires: frozenset[str], groups: Sequence[Group]) -> None:
@@ -169,12 +181,20 @@ def _float_weights(model: Any) -> dict[str, Any]:
     import mlx.core as mx
 
     kinds = (mx.float32, mx.float16, mx.bfloat16)
-    return {name: w.astype(mx.float32) for name, w in model.named_parameters().items() if w.dtype in kinds}
+    named = model.named_parameters()
+    packed = {name.removesuffix(".scales") for name in named if name.endswith(".scales")}
+    return {
+        name: w.astype(mx.float32)
+        for name, w in named.items()
+        if w.dtype in kinds and name.rpartition(".")[0] not in packed
+    }
 
 
 def _reference(policy: str, pretrained: Any, params: Mapping[str, Any]) -> dict[str, Any]:
     from mortice.reference import reference_params
 
     if pretrained.adapter is None:
+        if policy not in ("initial", "base"):
+            raise ConfigError(f"reference {policy!r}: a reference folder needs an adapter to compare with")
         return dict(params)
     return reference_params(policy, pretrained.adapter, pretrained.model, dict(params))

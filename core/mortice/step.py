@@ -14,6 +14,7 @@ from attrs import evolve, field, frozen
 
 from mortice.batch import Batch, Gradients, Group, Limits, MicroBatch
 from mortice.context import Randomness, SpanContext
+from mortice.data import check_vocabulary
 from mortice.errors import TrainingError
 from mortice.model import Model
 from mortice.objective import (
@@ -23,6 +24,7 @@ from mortice.objective import (
     WeightedLoss,
     count_terms,
     hidden_states,
+    loss_label,
     make_batch,
     number,
     requirements,
@@ -57,7 +59,11 @@ class Engine:
         ]  # fmt: skip
 
     def arrange(self, groups: Sequence[Group]) -> Arranged:
-        """Micro-batches, what losses see of them, and the counts of the whole step. No forward is run."""
+        """Micro-batches, what losses see of them, and the counts of the whole step. No forward is run.
+
+        Raises DataError for a token id outside the vocabulary.
+        """
+        check_vocabulary(groups, self.model.output.vocab)
         micros = self.layout(groups, self.limits, prompt_targets="prompt_logprobs" in self.requires)
         batches = [make_batch(micro, self.requires) for micro in micros]
         counts: dict[tuple[int, str], float] = {}
@@ -83,6 +89,8 @@ class Engine:
         total: Gradients = {}
         for micro, batch in zip(arranged.micros, arranged.batches):
             poll()
+            if not any(row.scored for row in micro.rows):
+                continue
             objective = Objective(
                 self.model, self.head, micro, losses=self.losses, batch=batch, counts=arranged.counts,
                 temperature=self.temperature, trainable=params,
@@ -109,6 +117,7 @@ class Engine:
 
     def logprobs(self, params: Params, groups: Sequence[Group]) -> list[list[tuple[float, ...]]]:
         """Log-probability of every completion token, `[group][completion][token]`; NaN outside the loss mask."""
+        check_vocabulary(groups, self.model.output.vocab)
         self.model.bind(params)
         out: list[list[tuple[float, ...]]] = []
         for micro in self.layout(groups, self.limits):
@@ -184,7 +193,7 @@ class Tally:
         """`loss`, each term's own mean and each metric. With several losses a term carries its loss's name."""
         found = {"loss": self.loss}
         for (i, name), total in self.totals.items():
-            label = name if len(self.losses) == 1 else f"{self.losses[i].name}/{name}"
+            label = name if len(self.losses) == 1 else f"{loss_label(self.losses, i)}/{name}"
             count = self.counts[i, name]
             found[label] = total / count if count else 0.0
         found |= {name: total / count for name, (total, count) in self.metrics.items() if count}

@@ -11,7 +11,7 @@ from typing import Any
 from attrs import frozen
 
 from mortice.hookspecs import HOOKS
-from mortice.options import ge, gt, in_, option, optional
+from mortice.options import and_, ge, gt, in_, le, option, optional
 
 
 @frozen
@@ -81,7 +81,7 @@ class TrainOptions:
     )
     best: str | None = option(None, help="metric of the best checkpoint (default valid/loss)")
     best_mode: str = option("min", help='"min" or "max" is better', validator=in_(("min", "max")))
-    cache_limit: float = option(2.0, help="most GB that MLX's allocator keeps unused", validator=ge(0))
+    cache_limit: float = option(2.0, help="most GB that MLX's allocator keeps unused", validator=and_(ge(0), le(1e6)))
 
     def __attrs_post_init__(self) -> None:
         if self.steps is not None and self.epochs is not None:

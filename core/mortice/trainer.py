@@ -145,6 +145,8 @@ class Trainer:
     nonfinite: int = 0
     nonfinite_in_a_row: int = 0
     controller_state: dict[str, Mapping[str, Any]] = field(factory=dict)
+    overrides: dict[str, Any] = field(factory=dict)
+    """Options that controllers have changed so far."""
     _live: list[LiveTracker] = field(factory=list)
     _best: float | None = None
     _saved_step: int | None = None
@@ -170,17 +172,20 @@ class Trainer:
             try:
                 try:
                     before = self._validate()
+                    self._watched()  # a metric that validation lacks is found before the first step
                     for groups, turn in self._turns():
                         self.turn = turn
                         metrics = self._train_step(groups)
                         if self.step % self.pace.validate_every == 0 or self.step == self.pace.total:
                             self._validate()
-                        if self.step % self.pace.save_every == 0 or self._improved():
+                        improved = self._improved()
+                        if improved or self.step % self.pace.save_every == 0:
                             self._save()
                         self.signals.poll()
                 except Stopped:
                     pass
                 checkpoint = self._save()
+                self._refuse_ruin(metrics)
                 self.adapter.save(self.engine.model, self.params, self.folder.path / "adapter")
             except BaseException as caught:
                 error = caught
@@ -196,8 +201,10 @@ class Trainer:
         """Groups of each optimizer step. A pull may serve several passes; a run may end inside them."""
         while self.step < self.pace.total:
             groups, passes = self.source.next(self.step)
-            if not groups:
-                raise TrainingError(f"the source gave no groups for step {self.step + 1}")
+            if not groups or passes < 1:
+                raise TrainingError(
+                    f"the source gave {len(groups)} groups and {passes} passes for step {self.step + 1}"
+                )
             for turn in range(passes):
                 if self.step < self.pace.total:
                     yield groups, turn
@@ -205,8 +212,7 @@ class Trainer:
     def _train_step(self, groups: Sequence[Group]) -> Mapping[str, float]:
         start = time.perf_counter()
         mx.reset_peak_memory()
-        if self.reference is not None:
-            groups = self.reference.fill(groups)
+        groups = self._with_reference(groups)
         randomness = Randomness(self.seed, self.step, self.turn)
         tally, gradients = self.engine.gradients(self.params, groups, randomness, self.signals.poll)
         rate = self.learning_rate(self.step)
@@ -231,12 +237,29 @@ class Trainer:
         self._log(metrics)
         self.hook.on_step_end(step=self.step, metrics=metrics)
         if self.nonfinite_in_a_row >= self.pace.max_nonfinite:
-            path = self._save()
+            self._save()
             raise TrainingError(
-                f"the gradient was not finite in {self.nonfinite_in_a_row} steps in a row (up to step {self.step}); "
-                f"the weights from before are in {path}. Lower the learning rate, or look at the data of these steps"
+                f"the gradient was not finite in {self.nonfinite_in_a_row} steps in a row (up to step {self.step}). "
+                f"{self._last_good()}. Lower the learning rate, or look at the data of these steps"
             )
         return metrics
+
+    def _refuse_ruin(self, metrics: Mapping[str, float]) -> None:
+        """Raises TrainingError where a run ends on weights that give no finite loss: that is no success."""
+        validated = self._valid_step == self.step and "loss" in self._valid
+        loss = self._valid["loss"] if validated else metrics.get("loss", 0.0)
+        if not math.isfinite(loss):
+            what = "validation" if validated else "training"
+            raise TrainingError(
+                f"the run ended at step {self.step} with a {what} loss of {loss}. {self._last_good()}. "
+                "Lower the learning rate, or look at the data"
+            )
+
+    def _last_good(self) -> str:
+        best = self.folder.best()
+        if best is not None:
+            return f"The best checkpoint with a finite loss is {best}"
+        return f"Checkpoints are in {self.folder.path / 'checkpoints'}; none of them is known to be good"
 
     def _update(self, gradients: Gradients, rate: float) -> float:
         """Clip and apply; the norm before clipping. A non-finite gradient changes neither weights nor moments."""
@@ -250,6 +273,7 @@ class Trainer:
         self.optimizer.learning_rate = rate
         self.policy.params = self.optimizer.apply_gradients(gradients, self.params)
         mx.eval(self.params, self.optimizer.state)
+        self.engine.model.bind(self.params)  # whoever samples from the model sees the new weights
         return norm
 
     def _validate(self) -> Mapping[str, float]:
@@ -264,9 +288,16 @@ class Trainer:
         return self._valid
 
     def _evaluate(self, groups: Sequence[Group]) -> dict[str, float]:
-        if self.reference is not None:
-            groups = self.reference.fill(groups)
+        groups = self._with_reference(groups)
         return self._tally(groups).values()
+
+    def _with_reference(self, groups: Sequence[Group]) -> Sequence[Group]:
+        """Groups with the reference's log-probabilities, where a loss needs them. The policy is bound again."""
+        if self.reference is None:
+            return groups
+        filled = self.reference.fill(groups)
+        self.engine.model.bind(self.params)
+        return filled
 
     def _tally(self, groups: Sequence[Group]) -> Tally:
         return self.engine.evaluate(self.params, groups, self.signals.poll)
@@ -277,7 +308,8 @@ class Trainer:
             self.controller_state[name] = state
             if overrides:
                 assert self.override is not None
-                self.engine = self.override(overrides)
+                self.overrides |= overrides
+                self.engine = self.override(self.overrides)
                 self._log({f"{name}/{key}": value for key, value in overrides.items()})
 
     def _watched(self) -> float | None:
@@ -318,6 +350,7 @@ class Trainer:
                 "nonfinite_in_a_row": self.nonfinite_in_a_row,
                 "source": self.source.state(),
                 "controllers": dict(self.controller_state),
+                "overrides": dict(self.overrides),
             },
         )
         path = self.folder.save(

@@ -52,7 +52,7 @@ prefix_shared = _plugin(
     "prefix-shared",
 )
 llama = _plugin(
-    "model", "mortice_plugins.models.llama:LlamaAdapter", "Llama 2 and 3, SmolLM2, MiniCPM5, Qwen3.", "llama"
+    "model", "mortice_plugins.models.llama:LlamaAdapter", "Llama 2 and 3, SmolLM2, MiniCPM5, Mistral, Qwen3.", "llama"
 )
 preference = _plugin(
     "data",

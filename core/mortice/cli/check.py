@@ -34,7 +34,7 @@ def check(file: Path, *, json: bool = False, flags: RunFlags | None = None) -> N
         "trainable": ready.trainable,
         "steps": ready.total_steps,
         "steps an epoch": ready.source.steps_per_epoch,
-        "evaluation": ready.source.can_validate,
+        "evaluation": "on" if ready.source.can_validate else "off",
     }
     strategies: dict[str, list[str]] = {}
     for chosen in config.chosen:

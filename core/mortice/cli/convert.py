@@ -11,7 +11,7 @@ def convert(
     target: Path,
     *,
     dequantize: bool = False,
-    dtype: Literal["float32", "float16", "bfloat16"] = "float16",
+    dtype: Literal["float32", "float16", "bfloat16"] | None = None,
 ) -> None:
     """Convert a GGUF file to a model folder that mortice and mlx-lm load.
 
@@ -24,8 +24,13 @@ def convert(
     dequantize
         Write float weights instead of packed ones.
     dtype
-        Type of dequantized weights.
+        Type of dequantized weights, float16 by default.
     """
+    from mortice.errors import ConfigError
+
+    if dtype is not None and not dequantize:
+        raise ConfigError("--dtype is the type of dequantized weights; it goes with --dequantize")
+
     from rich.console import Console
 
     from mortice import blas
@@ -35,6 +40,6 @@ def convert(
 
     console = Console(highlight=False)
     with console.status(f"converting {source}"):
-        made = convert_gguf(source, target, dequantize=dequantize, dtype=dtype)
+        made = convert_gguf(source, target, dequantize=dequantize, dtype=dtype or "float16")
     kind = "packed" if made.quantized else "float"
     console.print(f"{made.path}: {made.tensors} {kind} tensors, {made.bytes / 1e6:.1f} MB", soft_wrap=True)

@@ -29,6 +29,8 @@ def data(file: Path, *, rows: int = 2, json: bool = False, flags: RunFlags | Non
     from mortice.hub import looks_like_hub_id
     from mortice.tokenizer import Tokenizer
 
+    if rows < 0:
+        raise ConfigError(f"--rows must be 0 or more, found {rows}")
     config = load(file, flags)
     for notice in config.notices:
         warn(notice)

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from mortice.errors import ConfigError
+from mortice.errors import ConfigError, DataError
 
 
 def generate(
@@ -70,12 +70,16 @@ def generate(
     tokenizer = pretrained.tokenizer
     if tokenizer is None:
         raise ConfigError(f"{pretrained.path} has no tokenizer.json")
-    text = sys.stdin.read() if prompt is None else prompt
+    text = read_input() if prompt is None else prompt
     if raw or not tokenizer.has_template:
         ids = tokenizer.encode(text, add_special=True)
     else:
         messages = [{"role": "system", "content": system}] if system is not None else []
         ids = tokenizer.render_prompt([*messages, {"role": "user", "content": text}])
+    if not ids:
+        raise ConfigError("the prompt is empty")
+    if raw and system is not None:
+        raise ConfigError("--system has no place in raw text; leave out --raw or --system")
     sampling = Sampling(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, eos_ids=tokenizer.eos_ids
     )
@@ -93,3 +97,11 @@ def generate(
     sys.stdout.write("\n")
     seconds = time.perf_counter() - start
     print(f"{len(ids)} prompt tokens, {count} generated, {count / seconds:.1f} tokens/s", file=sys.stderr)
+
+
+def read_input() -> str:
+    """Standard input as text. Raises DataError where it is not UTF-8."""
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"standard input is not UTF-8 (byte {error.start})") from error

@@ -46,7 +46,7 @@ class Segmented:
         kept: list[dict[int, Carry]] = []
         hiddens = []
         for ctx in contexts:
-            carry = model.embed(ctx.tokens, ctx)
+            carry = model.begin(ctx, ctx.tokens)
             held: dict[int, Carry] = {}
             for start in cuts:
                 if start >= first:
@@ -78,7 +78,7 @@ class Segmented:
 
 
 def _embed(model: Model, ctx: SpanContext, _: Carry) -> Carry:
-    return model.embed(ctx.tokens, ctx)
+    return model.begin(ctx, ctx.tokens)
 
 
 def _pull(

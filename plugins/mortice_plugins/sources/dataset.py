@@ -71,6 +71,10 @@ class LiveDataset:
     def can_validate(self) -> bool:
         return bool(self.valid)
 
+    def known(self) -> Sequence[Group]:
+        """Every group there will be, so that a run can be refused before its first step."""
+        return [*self.train, *self.valid]
+
     def next(self, step: int, /) -> tuple[Sequence[Group], int]:
         epoch, place = divmod(step, self.steps_per_epoch)
         order = self.order(epoch)[place * self.batch_size : (place + 1) * self.batch_size]
