@@ -125,7 +125,7 @@ def test_keyed_draws_do_not_depend_on_the_layout_and_change_with_every_name():
     assert SpanContext(own).uniform("m", 3) is None
 
 
-def test_mlp_chunks_keep_the_gradient_of_what_trains():
+def test_case_b47_mlp_chunks_keep_the_gradient_of_what_trains():
     import mlx.nn as nn
 
     module = nn.Linear(4, 4)
@@ -173,3 +173,23 @@ def test_chunked_attention_holds_less_memory():
     whole = peak()
     assert peak(chunk=128) < whole / 2
     assert peak(window=128) < whole / 4
+
+
+def test_chunks_draw_what_the_whole_row_draws():
+    """Dropout inside a module that runs in chunks of tokens sees its own tokens' numbers."""
+    import mlx.nn as nn
+
+    from mortice.context import activate, current
+
+    class Drop(nn.Module):
+        def __call__(self, x):
+            return x * (current().uniform("m", 3) > 0.5)
+
+    x = mx.ones((SHARED.length, 3))
+    outs = []
+    for chunk in (0, 5):
+        ctx = SpanContext(SHARED, mlp_chunk=chunk, randomness=Randomness(0, 1))
+        with activate(ctx):
+            outs.append(ctx.tokenwise(Drop(), x))
+    assert mx.array_equal(*outs)
+    assert 0 < outs[0].sum().item() < x.size

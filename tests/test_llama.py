@@ -185,3 +185,9 @@ def test_equals_mlx_lm(tmp_path, changes):
     folder = checkpoint(tmp_path, **changes)
     theirs, _ = utils.load_model(folder)
     assert distance(theirs(mx.array([IDS]))[0], logits(tiny(**changes).model)) < 1e-4
+
+
+@pytest.mark.parametrize(("key", "value"), [("hidden_size", "64"), ("num_hidden_layers", 4.5), ("head_dim", 0)])
+def test_sizes_are_whole_numbers(key, value):
+    with pytest.raises(CheckpointError, match=f"{key} must be a whole number of 1 or more, found"):
+        tiny(**{key: value})

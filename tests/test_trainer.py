@@ -576,3 +576,62 @@ def test_after_a_step_the_model_holds_the_new_weights(home):
     saved = adapter(outcome.path / "adapter")
     assert all(mx.array_equal(value, saved[name]) for name, value in seen[-1].items())
     assert not same(seen[0], seen[1])
+
+
+def test_a_head_may_bring_weights_of_its_own(home):
+    """A scalar head: its values stand in for log-probabilities, its weights train and are saved beside the adapter."""
+    import mlx.nn as nn
+
+    from mortice.batch import TokenLogprobs
+    from mortice.model import Output, Part
+
+    @frozen
+    class Value:
+        """One number a token."""
+
+        provides = frozenset({"values"})
+
+        def attach(self, model, seed):
+            part = Part("")
+            part.value_head = nn.Linear(model.config["hidden_size"], 1, bias=False)
+            model.parts.append(part)
+            model.invalidate()
+            return {"value_head.weight": part.value_head.weight}
+
+        def output_for(self, model):
+            return Output(model.named_parameters()["value_head.weight"], "value_head.weight")
+
+        def score(self, hidden, targets, output, *, grad=False, entropy=False, traced=False):
+            values = (hidden @ output.weight.T)[:, 0]
+            zeros = mx.zeros_like(values)
+            unit = mx.broadcast_to(output.weight, hidden.shape) if grad else None
+            return TokenLogprobs(zeros, lse=zeros, values=values, dhidden=unit)
+
+        def output_gradients(self, hidden, targets, output, dlogprobs, lse, *, traced=False):
+            return {"value_head.weight": (dlogprobs[:, None] * hidden).sum(axis=0, keepdims=True)}
+
+        def save(self, params, folder):
+            mx.save_safetensors(str(folder / "head.safetensors"), dict(params))
+
+    @frozen
+    class Ranking:
+        """Chosen above rejected."""
+
+        requires = frozenset({"pairs", "values"})
+
+        def __call__(self, scores, batch):
+            last = batch.last(scores.values)
+            gap = last[batch.pairs[:, 0]] - last[batch.pairs[:, 1]]
+            loss = mx.logaddexp(0.0, -gap)
+            return LossOutput({"rank": (loss.sum(), gap.size)}, {"gap": gap.mean()})
+
+    plugins = [plugin("head", "value", Value), plugin("loss", "ranking", Ranking)]
+    runs = [
+        run(home, "train.steps=10", f"backward.name={name}", plugins=plugins, head="value", loss="ranking")
+        for name in ("segmented", "full")
+    ]
+    for outcome in runs:
+        assert outcome.after["loss"] < outcome.before["loss"]
+        head = mx.load(str(outcome.path / "adapter" / "head.safetensors"))
+        assert set(head) == {"value_head.weight"}
+        assert not any("value_head" in name for name in adapter(outcome.path / "adapter"))

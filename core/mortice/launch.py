@@ -54,6 +54,8 @@ class Prepared:
     total_steps: int
     notices: Notices
     signals: Signals
+    head_params: frozenset[str] = frozenset()
+    """Parameters that the head brought, not the adapter."""
 
     @property
     def trainable(self) -> int:
@@ -97,8 +99,8 @@ def prepare(config: RunConfig, notices: Notices | None = None) -> Prepared:
     adapter = config.adapter
     params = adapter.attach(model, seed)
     attach_head = getattr(config.head, "attach", None)
-    if attach_head is not None:
-        params |= attach_head(model, seed)
+    head_params = attach_head(model, seed) if attach_head is not None else {}
+    params |= head_params
     if not params:
         raise ConfigError("adapter: nothing would train (0 trainable parameters)")
     model.mark_trainable(params)
@@ -129,7 +131,10 @@ def prepare(config: RunConfig, notices: Notices | None = None) -> Prepared:
     if known is not None:
         check_vocabulary(known(), model.output.vocab)
     mx.eval(params)
-    return Prepared(config, pretrained, adapter, policy, source, engine, _total_steps(config, source), notices, signals)
+    return Prepared(
+        config, pretrained, adapter, policy, source, engine, _total_steps(config, source), notices, signals,
+        frozenset(head_params),
+    )  # fmt: skip
 
 
 def make_engine(config: RunConfig, model: Any) -> Engine:
@@ -180,7 +185,6 @@ def train(config: RunConfig, notices: Notices | None = None) -> Outcome:
     notices = prepared.notices
     options, total = config.train, prepared.total_steps
     learning_rate = config.schedule.build(config.optimizer.learning_rate, total)
-    mx.set_cache_limit(int(options.cache_limit * 1e9))
     engine, params = prepared.engine, prepared.policy.params
     reference = None
     if "ref_logprobs" in engine.requires:
@@ -220,14 +224,17 @@ def train(config: RunConfig, notices: Notices | None = None) -> Outcome:
             reference=reference,
             trackers=config.trackers,
             controllers=config.controllers,
+            head_params=prepared.head_params,
             override=lambda changes: make_engine(config.with_overrides(changes), engine.model),
             notices=lambda: notices.counts,
         )
         info = RunInfo(folder.path, total, prepared.trainable, prepared.parameters, config)
         shown, notices.show = notices.show, trainer.say
+        cache_limit = mx.set_cache_limit(int(options.cache_limit * 1e9))
         try:
             return trainer.run(info)
         finally:
+            mx.set_cache_limit(cache_limit)
             notices.show = shown  # else run and notices hold each other, and the model with them
 
 

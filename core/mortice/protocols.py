@@ -53,7 +53,9 @@ class Head(Protocol):
 
     `differentiable = True` says that autodiff through `score(..., traced=True)` is right by itself, so that
     no custom gradient is put around it. `provides` may hold `entropy`, or `values` for a scalar head.
-    `output_for(model)` (optional) gives the matrix it multiplies by, where that is not the model's own.
+    `output_for(model)` (optional) gives the matrix it multiplies by, where that is not the model's own. A head with
+    weights of its own has `attach(model, seed) → params`, which puts them into the model as a part, and
+    `save(params, folder)`, which adds them to the adapter's folder.
     """
 
     def score(

@@ -133,6 +133,8 @@ class Trainer:
     controllers: Sequence[tuple[str, Controller]] = ()
     override: Callable[[Mapping[str, Any]], Engine] | None = None
     """Dotted options to the engine that runs with them, for controllers."""
+    head_params: frozenset[str] = frozenset()
+    """Parameters that the head attached, and saves itself."""
     notices: Callable[[], Mapping[str, int]] = dict
     """What was counted outside the loop and belongs in every line of metrics."""
 
@@ -186,7 +188,7 @@ class Trainer:
                     pass
                 checkpoint = self._save()
                 self._refuse_ruin(metrics)
-                self.adapter.save(self.engine.model, self.params, self.folder.path / "adapter")
+                self._write_weights(self.folder.path / "adapter")
             except BaseException as caught:
                 error = caught
                 raise
@@ -353,12 +355,18 @@ class Trainer:
                 "overrides": dict(self.overrides),
             },
         )
-        path = self.folder.save(
-            checkpoint, lambda folder: self.adapter.save(self.engine.model, self.params, folder), self._watched()
-        )
+        path = self.folder.save(checkpoint, self._write_weights, self._watched())
         self._saved_step = self.step
         self.hook.on_checkpoint(step=self.step, path=path)
         return path
+
+    def _write_weights(self, folder: Path) -> None:
+        """The adapter's folder, and in it what the head trains."""
+        own = {name: value for name, value in self.params.items() if name not in self.head_params}
+        self.adapter.save(self.engine.model, own, folder)
+        if self.head_params:
+            head: Any = self.engine.head
+            head.save({name: self.params[name] for name in self.head_params}, folder)
 
     def _log(self, metrics: Mapping[str, float]) -> None:
         for tracker in self._live:

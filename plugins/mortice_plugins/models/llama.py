@@ -21,6 +21,10 @@ from mortice.linear import Embedding, Linear
 from mortice.model import Block, Carry, Model, Output, Part, output_of
 
 MODEL_TYPES = ("llama", "mistral", "qwen3")
+SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size",
+)  # fmt: skip
 
 
 @frozen
@@ -68,6 +72,10 @@ class LlamaConfig:
                 raise CheckpointError(f"config.json lacks {key!r}, which a {config.get('model_type')} model needs")
             return config[key]
 
+        for key in SIZES:
+            value = config.get(key)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise CheckpointError(f"config.json: {key} must be a whole number of 1 or more, found {value!r}")
         activation = config.get("hidden_act") or "silu"
         if activation not in ("silu", "swish"):
             raise CheckpointError(f"config.json: hidden_act {activation!r} is not supported (supported: 'silu')")
