@@ -158,3 +158,20 @@ def test_half_precision_scales_round_nothing_on_the_cpu():
     assert np.abs(np.array(rows, dtype=np.float64) - want).max() < 1e-6
     output = Output(packed, "lm_head.weight", scales, biases, 64, 8)
     assert np.abs(np.array(output.rows(), dtype=np.float64) - want).max() < 1e-6
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_a_few_rows_meet_packed_weights_as_they_are(rows):
+    """Decoding multiplies packed weights, training unpacks them: the same product and gradient."""
+    q = Quantization(4, 32)
+    layer = QuantizedLinear(64, 96, q)
+    packed = mx.quantize(mx.random.normal((96, 64), key=mx.random.key(1)), group_size=32, bits=4)
+    layer.weight, layer.scales, layer.biases = packed
+    x = mx.random.normal((rows, 64), key=mx.random.key(2))
+    plain = q.dequantize(*packed)
+    assert mx.abs(layer(x) - x @ plain.T).max().item() < 1e-4
+    gradient = mx.grad(lambda x: mx.square(layer(x)).sum())(x)
+    want = mx.grad(lambda x: mx.square(x @ plain.T).sum())(x)
+    assert mx.abs(gradient - want).max().item() < 1e-3 * mx.abs(want).max().item()
+    output = Output(*packed[:1], "lm_head.weight", *packed[1:], 32, 4)
+    assert mx.abs(output.project(x) - x @ plain.T).max().item() < 1e-4

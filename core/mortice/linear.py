@@ -13,6 +13,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from attrs import frozen
 
+FEW = 2
+"""Rows up to which the CPU multiplies packed weights as they are (decoding); unpacking pays from the third on."""
+
 
 @frozen
 class Quantization:
@@ -123,7 +126,7 @@ class QuantizedLinear(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         q = self._quantization
         biases = self.get("biases")
-        if on_cpu():
+        if on_cpu() and x.shape[0] > FEW:
             stored = [self.weight, self.scales, *([] if biases is None else [biases])]
 
             def unpack(weight: mx.array, scales: mx.array, biases: mx.array | None = None) -> mx.array:

@@ -21,6 +21,7 @@ from attrs import evolve, frozen
 
 from mortice.batch import Gradients
 from mortice.context import Context, activate
+from mortice.linear import FEW
 from mortice.modules import leaves, slots
 
 Carry: TypeAlias = "dict[str, mx.array]"
@@ -223,7 +224,7 @@ class Output:
     def project(self, hidden: mx.array, start: int = 0, stop: int | None = None) -> mx.array:
         """Raw logits of a vocabulary block: `[M, D] → [M, stop − start]` float32, without soft cap and temperature."""
         stop = self.vocab if stop is None else stop
-        if self.quantized and not self._on_cpu():
+        if self.quantized and (hidden.shape[0] <= FEW or not self._on_cpu()):
             weight, scales, biases = self._packed(slice(start, stop))
             logits = mx.quantized_matmul(
                 hidden,
