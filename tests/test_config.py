@@ -625,3 +625,24 @@ def test_unknown_strategies_of_flags(refused):
 
 def test_unknown_plugin_to_enable(refused):
     assert "did you mean 'orpo'" in refused(BASE + '[plugins]\nenable = ["orpoo"]\n', PluginError)
+
+
+def test_a_reference_is_a_word_or_a_folder(load, refused, tmp_path):
+    message = refused(BASE + '[reference]\npolicy = "initail"\n')
+    assert 'run.toml:8: reference.policy: must be "initial", "base" or an adapter folder, found no folder' in message
+    (tmp_path / "adapter").mkdir()
+    found = load(BASE + '[reference]\npolicy = "adapter"\n')
+    assert found.reference.policy == str(tmp_path / "adapter")
+
+
+def test_plugins_are_enabled_by_their_full_names(load):
+    text = '[plugins]\nenable = ["mortice:orpo", "llama", "preference"]\n' + BASE
+    assert load(text).loss_names == ["orpo"]
+    swapped = load(text, strategies={"loss": "sft"})
+    assert swapped.loss_names == ["sft"]
+    assert swapped.file.tables["plugins"]["enable"] == ["mortice:orpo", "llama", "preference", "sft"]
+
+
+def test_a_config_beside_a_pretrained_model_is_refused(refused):
+    message = refused(BASE.replace(MODEL, MODEL + 'config = "config.json"\n'))
+    assert 'config is for init = "random"' in message

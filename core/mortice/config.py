@@ -415,6 +415,9 @@ def _build(file: RunFile, plugins: Plugins, *, stem: str = "run", check_files: b
     for kind in STRATEGY_TABLES:
         if kind != "loss":
             chosen += reader.strategies(kind)
+    policy = core["reference"].policy if core["reference"] is not None else "initial"
+    if check_files and policy not in ("initial", "base") and not Path(policy).is_dir():
+        reader.say(("reference", "policy"), f'must be "initial", "base" or an adapter folder, found no folder {policy}')
     if check_files and core["data"] is not None:
         _check_files(reader, core["data"])
     if reader.errors:

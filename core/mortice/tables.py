@@ -41,6 +41,8 @@ class ModelOptions:
     def __attrs_post_init__(self) -> None:
         if self.init == "random" and self.config is None:
             raise ValueError('init = "random" needs config: the config.json of the model to make')
+        if self.init == "pretrained" and self.config is not None:
+            raise ValueError('config is for init = "random"; a pretrained model brings its own')
         if self.init == "pretrained" and self.path is None:
             raise ValueError('path is required: a model folder or a hub id (or init = "random" with config)')
 
