@@ -21,9 +21,3 @@ def shared() -> Path:
     if not (path / "losses").is_dir():
         pytest.skip("reference data not found: set MORTICE_SHARED")
     return path
-
-
-@pytest.fixture(scope="session")
-def data() -> Path:
-    """Small fixtures that ship with the repository."""
-    return ROOT / "tests" / "data"

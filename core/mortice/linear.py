@@ -95,16 +95,14 @@ class Linear(nn.Module):
         return y + self.bias if "bias" in self else y
 
 
-class QuantizedLinear(nn.Module):
-    """`Linear` over packed rows, with the scales and offsets of their groups."""
+class Packed(nn.Module):
+    """Packed rows, with the scales and offsets of their groups."""
 
-    def __init__(self, inputs: int, outputs: int, quantization: Quantization, bias: bool = False) -> None:
+    def __init__(self, rows: int, columns: int, quantization: Quantization) -> None:
         super().__init__()
         self._quantization = quantization
-        self._shape = (outputs, inputs)
-        dict.update(self, packed_zeros(outputs, inputs, quantization))
-        if bias:
-            self.bias = mx.zeros((outputs,))
+        self._shape = (rows, columns)
+        dict.update(self, packed_zeros(rows, columns, quantization))
 
     @property
     def quantization(self) -> Quantization:
@@ -114,6 +112,15 @@ class QuantizedLinear(nn.Module):
     def shape(self) -> tuple[int, int]:
         """Rows and columns, unpacked."""
         return self._shape
+
+
+class QuantizedLinear(Packed):
+    """`Linear` over packed rows."""
+
+    def __init__(self, inputs: int, outputs: int, quantization: Quantization, bias: bool = False) -> None:
+        super().__init__(outputs, inputs, quantization)
+        if bias:
+            self.bias = mx.zeros((outputs,))
 
     @property
     def inputs(self) -> int:
@@ -151,23 +158,8 @@ class Embedding(nn.Module):
         return self.weight[ids]
 
 
-class QuantizedEmbedding(nn.Module):
+class QuantizedEmbedding(Packed):
     """Rows of a packed table; only the rows that are asked for are unpacked."""
-
-    def __init__(self, vocab: int, dims: int, quantization: Quantization) -> None:
-        super().__init__()
-        self._quantization = quantization
-        self._shape = (vocab, dims)
-        dict.update(self, packed_zeros(vocab, dims, quantization))
-
-    @property
-    def quantization(self) -> Quantization:
-        return self._quantization
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns, unpacked."""
-        return self._shape
 
     def __call__(self, ids: mx.array) -> mx.array:
         biases = self.get("biases")

@@ -21,7 +21,7 @@ from attrs import evolve, frozen
 
 from mortice.batch import Gradients
 from mortice.context import Context, activate
-from mortice.linear import FEW
+from mortice.linear import FEW, on_cpu
 from mortice.modules import leaves, slots
 
 Carry: TypeAlias = "dict[str, mx.array]"
@@ -218,36 +218,26 @@ class Output:
         """The rows of these ids as float32: `[M] → [M, D]`."""
         return self._floats(ids)
 
-    def _on_cpu(self) -> bool:
-        return mx.default_device() == mx.cpu
+    def _packed_product(self, x: mx.array, start: int, stop: int, *, transpose: bool) -> mx.array:
+        """`x` times the packed rows of a vocabulary block, or times their transpose, in float32."""
+        packed = self._packed(slice(start, stop))
+        product = mx.quantized_matmul(
+            x, *packed, transpose=transpose, group_size=self.group_size, bits=self.bits, mode=self.mode
+        )
+        return product.astype(mx.float32)
 
     def project(self, hidden: mx.array, start: int = 0, stop: int | None = None) -> mx.array:
         """Raw logits of a vocabulary block: `[M, D] → [M, stop − start]` float32, without soft cap and temperature."""
         stop = self.vocab if stop is None else stop
-        if self.quantized and (hidden.shape[0] <= FEW or not self._on_cpu()):
-            weight, scales, biases = self._packed(slice(start, stop))
-            logits = mx.quantized_matmul(
-                hidden,
-                weight,
-                scales,
-                biases,
-                transpose=True,
-                group_size=self.group_size,
-                bits=self.bits,
-                mode=self.mode,
-            )
-            return logits.astype(mx.float32)
+        if self.quantized and (hidden.shape[0] <= FEW or not on_cpu()):
+            return self._packed_product(hidden, start, stop, transpose=True)
         return hidden.astype(mx.float32) @ self.rows(start, stop).T
 
     def pull(self, g: mx.array, start: int = 0, stop: int | None = None) -> mx.array:
         """The transpose of `project`: `[M, stop − start] → [M, D]` float32."""
         stop = self.vocab if stop is None else stop
-        if self.quantized and not self._on_cpu():
-            weight, scales, biases = self._packed(slice(start, stop))
-            out = mx.quantized_matmul(
-                g, weight, scales, biases, transpose=False, group_size=self.group_size, bits=self.bits, mode=self.mode
-            )
-            return out.astype(mx.float32)
+        if self.quantized and not on_cpu():
+            return self._packed_product(g, start, stop, transpose=False)
         return g.astype(mx.float32) @ self.rows(start, stop)
 
     def finish(self, logits: mx.array) -> mx.array:

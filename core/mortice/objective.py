@@ -148,7 +148,7 @@ class Objective:
         temperature: float = 1.0,
         trainable: Mapping[str, Any] | None = None,
     ) -> None:
-        self._model, self._head, self._micro = model, head, micro
+        self._model, self._head = model, head
         self._losses, self._counts = losses, counts or {}
         self._batch = batch
         self._temperature = temperature

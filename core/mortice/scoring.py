@@ -79,17 +79,20 @@ def score(
         kind: build_strategy(plugins, kind, table)
         for kind, table in (("loss", loss), ("head", head), ("backward", backward), ("layout", layout))
     }
-    pretrained = load(model, plugins=plugins, adapter=adapter)
-    params = dict(pretrained.params)
-    if gradients and not params:
-        params = _float_weights(pretrained.model)
-    pretrained.model.mark_trainable(params)
     losses = (WeightedLoss(chosen["loss"].name, chosen["loss"].options, chosen["loss"].weight),)
     if temperature <= 0:
         raise ConfigError(f"temperature must be > 0, found {temperature}")
     if micro_batch_size is not None and micro_batch_size < 1:
         raise ConfigError(f"micro_batch_size must be at least 1, found {micro_batch_size}")
-    found = parse_groups(groups, pairs="pairs" in requirements(losses))
+    requires = requirements(losses)
+    found = parse_groups(groups, pairs="pairs" in requires)
+    _check_requirements(chosen["loss"].name, requires, found)
+
+    pretrained = load(model, plugins=plugins, adapter=adapter)
+    params = dict(pretrained.params)
+    if gradients and not params:
+        params = _float_weights(pretrained.model)
+    pretrained.model.mark_trainable(params)
     engine = Engine(
         pretrained.model,
         chosen["head"].options,
@@ -99,9 +102,8 @@ def score(
         Limits(groups=micro_batch_size or len(found)),
         temperature=temperature,
     )
-    _check_requirements(chosen["loss"].name, engine.requires, found)
     ref_logprobs = None
-    if "ref_logprobs" in engine.requires:
+    if "ref_logprobs" in requires:
         found = Reference(engine, _reference(reference, pretrained, params)).fill(found)
         ref_logprobs = [list(c.ref_logprobs or ()) for g in found for c in g.completions]
     if gradients:

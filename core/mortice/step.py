@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
-from attrs import evolve, field, frozen
+from attrs import define, field, frozen
 
 from mortice.batch import Batch, Gradients, Group, Limits, MicroBatch
 from mortice.context import Randomness, SpanContext
@@ -98,7 +98,7 @@ class Engine:
             result, found = self.backward(self.model, params, self.contexts(micro, randomness), objective)
             total = found if not total else {name: total[name] + value for name, value in found.items()}
             mx.eval(total)
-            tally = tally.add(micro, result)
+            tally.add(micro, result)
         return tally, total
 
     def evaluate(self, params: Params, groups: Sequence[Group], poll: Callable[[], None] = lambda: None) -> Tally:
@@ -112,7 +112,7 @@ class Engine:
                 self.model, self.head, micro, losses=self.losses, batch=batch, counts=arranged.counts,
                 temperature=self.temperature,
             )  # fmt: skip
-            tally = tally.add(micro, objective(hidden_states(self.model, self.contexts(micro)), grad=False))
+            tally.add(micro, objective(hidden_states(self.model, self.contexts(micro)), grad=False))
         return tally
 
     def logprobs(self, params: Params, groups: Sequence[Group]) -> list[list[tuple[float, ...]]]:
@@ -153,9 +153,9 @@ def split_logprobs(micro: MicroBatch, result: ObjectiveResult) -> list[list[tupl
     return out
 
 
-@frozen(eq=False)
+@define(eq=False)
 class Tally:
-    """Terms, counts and metrics summed over a step; one division at the end."""
+    """Terms, counts and metrics, summed up over the micro-batches of a step; one division at the end."""
 
     losses: tuple[WeightedLoss, ...]
     counts: Counts
@@ -164,8 +164,7 @@ class Tally:
     metrics: dict[str, tuple[float, float]] = field(factory=dict)
     tokens: int = 0
     """Tokens that ran through the model."""
-    scored: int = 0
-    logprobs: tuple[list[tuple[float, ...]], ...] = ()
+    logprobs: list[list[tuple[float, ...]]] = field(factory=list)
     """`[group][completion][token]`."""
 
     @classmethod
@@ -175,19 +174,17 @@ class Tally:
             raise TrainingError(f"nothing is scored in this step: every term of the loss has a count of 0 ({terms})")
         return cls(losses, counts)
 
-    def add(self, micro: MicroBatch, result: ObjectiveResult) -> Tally:
+    def add(self, micro: MicroBatch, result: ObjectiveResult) -> None:
+        """Take one micro-batch in."""
         mx.eval(result.loss, result.terms, result.metrics, result.scores.logprobs)
-        totals, metrics = dict(self.totals), dict(self.metrics)
+        self.loss += number(result.loss)
+        self.tokens += micro.tokens
         for key, total in result.terms.items():
-            totals[key] = totals.get(key, 0.0) + number(total)
+            self.totals[key] = self.totals.get(key, 0.0) + number(total)
         for name, (total, count) in result.metrics.items():
-            old = metrics.get(name, (0.0, 0.0))
-            metrics[name] = (old[0] + number(total), old[1] + number(count))
-        return evolve(
-            self, loss=self.loss + number(result.loss), totals=totals, metrics=metrics,
-            tokens=self.tokens + micro.tokens, scored=self.scored + sum(row.scored for row in micro.rows),
-            logprobs=(*self.logprobs, *split_logprobs(micro, result)),
-        )  # fmt: skip
+            old = self.metrics.get(name, (0.0, 0.0))
+            self.metrics[name] = (old[0] + number(total), old[1] + number(count))
+        self.logprobs += split_logprobs(micro, result)
 
     def values(self) -> dict[str, float]:
         """`loss`, each term's own mean and each metric. With several losses a term carries its loss's name."""

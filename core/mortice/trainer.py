@@ -37,7 +37,7 @@ from mortice.protocols import (
     Tracker,
 )
 from mortice.reference import Reference
-from mortice.step import Engine, Tally, clip
+from mortice.step import Engine, clip
 
 
 @frozen
@@ -285,13 +285,15 @@ class Trainer:
         start = time.perf_counter()
         found = self.source.validate(self._evaluate)
         self._valid, self._valid_step = dict(found), self.step
-        self._log({f"valid/{name}": value for name, value in found.items()} | {"valid/seconds": _since(start)})
+        self._log(
+            {f"valid/{name}": value for name, value in found.items()} | {"valid/seconds": time.perf_counter() - start}
+        )
         self._control()
         return self._valid
 
     def _evaluate(self, groups: Sequence[Group]) -> dict[str, float]:
         groups = self._with_reference(groups)
-        return self._tally(groups).values()
+        return self.engine.evaluate(self.params, groups, self.signals.poll).values()
 
     def _with_reference(self, groups: Sequence[Group]) -> Sequence[Group]:
         """Groups with the reference's log-probabilities, where a loss needs them. The policy is bound again."""
@@ -300,9 +302,6 @@ class Trainer:
         filled = self.reference.fill(groups)
         self.engine.model.bind(self.params)
         return filled
-
-    def _tally(self, groups: Sequence[Group]) -> Tally:
-        return self.engine.evaluate(self.params, groups, self.signals.poll)
 
     def _control(self) -> None:
         for name, controller in self.controllers:
@@ -376,10 +375,6 @@ class Trainer:
         """Show a notice through the trackers that can."""
         for tracker in self._live:
             getattr(tracker, "say", lambda _: None)(message)
-
-
-def _since(start: float) -> float:
-    return time.perf_counter() - start
 
 
 def memory() -> dict[str, float]:
