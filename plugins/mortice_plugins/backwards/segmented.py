@@ -9,18 +9,26 @@ Costs one extra forward. Memory: the cuts, and the activations of one segment.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 from attrs import evolve, frozen
 
 from mortice.batch import Gradients
 from mortice.context import SpanContext
+from mortice.errors import ConfigError
 from mortice.model import Carry, Model
 from mortice.objective import Objective, ObjectiveResult
 from mortice.options import ge, option
 from mortice.protocols import Params
+
+
+def _rising(instance: Any, attribute: Any, value: tuple[int, ...]) -> None:
+    if any(cut < 1 for cut in value) or any(a >= b for a, b in itertools.pairwise(value)):
+        raise ValueError(f"must be rising numbers of blocks from 1 on, found {list(value)}")
 
 
 @frozen
@@ -30,28 +38,42 @@ class Segmented:
     segment_size: int = option(
         2, help="blocks a segment; a decoder layer is two blocks (attention, MLP)", validator=ge(1)
     )
+    cuts: tuple[int, ...] = option(
+        (),
+        help="blocks at which segments begin, instead of a fixed size: [8, 12, 14] makes four segments",
+        validator=_rising,
+    )
+
+    def segments(self, blocks: int) -> list[tuple[int, int]]:
+        """(start, stop) of each segment of a model of so many blocks. Raises ConfigError for a cut beyond them."""
+        if not self.cuts:
+            return [(start, min(start + self.segment_size, blocks)) for start in range(0, blocks, self.segment_size)]
+        if self.cuts[-1] >= blocks:
+            raise ConfigError(f"backward.cuts: {self.cuts[-1]} lies behind the last of the model's {blocks} blocks")
+        bounds = (0, *self.cuts, blocks)
+        return list(itertools.pairwise(bounds))
 
     def __call__(
         self, model: Model, params: Params, contexts: Sequence[SpanContext], objective: Objective, /
     ) -> tuple[ObjectiveResult, Gradients]:
         model.bind(params)
         end = len(model.blocks)
-        cuts = range(0, end, self.segment_size)
-        own = {start: model.names_of(model.blocks[start : start + self.segment_size], params) for start in cuts}
+        segments = self.segments(end)
+        own = {start: model.names_of(model.blocks[start:stop], params) for start, stop in segments}
         before, after = model.parts_around()
         embedding, final = model.names_of(before, params), model.names_of(after, params)
         # Nothing before the first segment that trains needs a gradient.
-        first = 0 if embedding else min((start for start in cuts if own[start]), default=end)
+        first = 0 if embedding else min((start for start in own if own[start]), default=end)
 
         kept: list[dict[int, Carry]] = []
         hiddens = []
         for ctx in contexts:
             carry = model.begin(ctx, ctx.tokens)
             held: dict[int, Carry] = {}
-            for start in cuts:
+            for start, stop in segments:
                 if start >= first:
                     held[start] = carry
-                carry = model.run(carry, ctx, start, start + self.segment_size)
+                carry = model.run(carry, ctx, start, stop)
                 mx.eval(carry)
             held[end] = carry
             kept.append(held)
@@ -67,9 +89,9 @@ class Segmented:
         for ctx, held, dhidden in zip(contexts, kept, result.dhidden):
             pull = partial(_pull, model, params, gradients)
             seed = pull(lambda carry: {"hidden": model.finish(carry)}, final, held.pop(end), {"hidden": dhidden})
-            for start in reversed(cuts):
+            for start, stop in reversed(segments):
                 if start >= first:
-                    segment = partial(model.run, ctx=ctx, start=start, stop=start + self.segment_size)
+                    segment = partial(model.run, ctx=ctx, start=start, stop=stop)
                     seed = pull(segment, own[start], held.pop(start), seed)
             if embedding:
                 pull(partial(_embed, model, ctx), embedding, {}, seed)
