@@ -47,6 +47,7 @@ BACKWARDS = {
     "full": Full(),
     **{f"segmented-{n}": Segmented(segment_size=n) for n in (1, 2, 3, 4, 5, 6, 9)},
     "segmented-unequal": Segmented(cuts=(1, 4, 5)),
+    **{f"segmented-{n}-traced": Segmented(segment_size=n, eager=False) for n in (1, 3, 9)},
     **{f"checkpoint-{n}": Checkpoint(segment_size=n) for n in (1, 2, 4, 9)},
 }
 HEADS = [Dense(), FlashCCE(token_tile=3, vocab_tile=5)]
