@@ -1,4 +1,4 @@
-"""The kernel of `flash-cce`, on the CPU: against its plain twin, without each of its barriers, and through compilers."""
+"""The kernel of `flash-cce` on the CPU: its plain twin, the loss of each barrier, compilers; when it is trusted."""
 
 from __future__ import annotations
 
@@ -91,7 +91,9 @@ def test_what_is_not_asked_for_is_not_there(grad, entropy):
     done = emulated()(start, raw, targets, 0, output(), grad=grad)
     assert (done.weights is not None, done.state.spread is not None) == (grad, entropy)
     asked = {"grad": grad, "entropy": entropy}
-    assert_same(run(emulated(), raw, targets, 256, output(), **asked), run(tile.plain, raw, targets, 256, output(), **asked))
+    assert_same(
+        run(emulated(), raw, targets, 256, output(), **asked), run(tile.plain, raw, targets, 256, output(), **asked)
+    )
 
 
 @needs_gxx
@@ -142,3 +144,218 @@ def test_every_barrier_is_needed(place, order):
     raw, targets = draw()
     with pytest.raises(KernelFault, match="no barrier between"):
         run(emulated(order, without), raw, targets, 300, output())
+
+
+def probe(body, *, inputs=("x",), outputs=("y",)):
+    return Kernel("probe", inputs, outputs, body)
+
+
+@needs_gxx
+def test_emulator_runs_every_thread_of_every_group():
+    """Two groups of three threads, each writes 10 · its group + its index + x."""
+    kernel = probe("y[group * THREADS + lane] = x[lane] + 10 * group + lane;")
+    (y,) = emulate(kernel, [np.array([0.5, 0.0, 0.0], np.float32)], [(2, 3)], groups=2, threads=3)
+    assert y.tolist() == [[0.5, 1.0, 2.0], [10.5, 11.0, 12.0]]
+
+
+@needs_gxx
+def test_emulator_leaves_nan_where_nothing_was_written():
+    shared = "SHARED(float, s, 4); y[1] = s[lane];"
+    (y,) = emulate(probe(shared), [np.zeros(1, np.float32)], [(3,)], groups=1, threads=1)
+    assert np.isnan(y).all()
+
+
+@needs_gxx
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("y[lane] = x[lane + 1];", r"x\[3\] is outside its 3 elements"),
+        ("y[lane - 1] = 0.0f;", r"thread 0: y\[-1\] is outside its 3 elements"),
+        ("SHARED(int, s, 2); s[lane] = 0;", r"s\[2\] is outside its 2 elements"),
+        ("if (lane > 0) BARRIER(); y[lane] = 0.0f;", "2 threads wait at a barrier that 1 never reach"),
+        ("SHARED(float, s, 1); s[0] = lane;", r"thread 1: s\[0\] is written, and was written by thread 0"),
+        ("SHARED(float, s, 1); if (lane == 0) s[0] = 1.0f; y[lane] = s[0];", r"s\[0\] is read, and was written by"),
+        ("SHARED(float, s, 1); float a = s[0]; if (lane == 2) s[0] = a;", r"s\[0\] is written, and was read by"),
+    ],
+)
+def test_emulator_finds(body, message):
+    with pytest.raises(KernelFault, match=message):
+        emulate(probe(body), [np.zeros(3, np.float32)], [(3,)], groups=1, threads=3)
+
+
+@needs_gxx
+def test_emulator_says_what_does_not_compile():
+    with pytest.raises(ValueError, match=r"probe:1:.*nowhere"):
+        emulate(probe("y[0] = nowhere;"), [np.zeros(3, np.float32)], [(3,)], groups=1, threads=3)
+
+
+def test_emulator_refuses_other_types():
+    with pytest.raises(ValueError, match="float32, int32, uint32; found float64"):
+        emulate(probe("y[0] = 0;"), [np.zeros(3)], [(3,)], groups=1, threads=3)
+
+
+def kernel_inputs(tokens):
+    """As `fused` hands them over."""
+    state = [np.zeros(tokens, np.float32)] * 4
+    start, knobs = np.zeros(1, np.int32), np.zeros(2, np.float32)
+    return [np.zeros((tokens, 300), np.float32), np.zeros(tokens, np.int32), start, knobs, *state]
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc not found")
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_nvcc_compiles_the_kernel(arch, grad, tmp_path):
+    source, ptx = tmp_path / "kernel.cu", tmp_path / "kernel.ptx"
+    source.write_text(cuda_text(tile.KERNEL, kernel_inputs(8), threads=THREADS, GRAD=grad))
+    subprocess.run(["nvcc", "-ptx", f"-arch={arch}", "-Werror=all-warnings", source, "-o", ptx], check=True)
+    text = ptx.read_text()
+    assert f".target {arch}" in text
+    assert f"{tile.KERNEL.unique_name}" in text
+    assert text.count("bar.sync") >= len(BARRIERS)
+    assert ".local" not in text  # no arrays in slow memory
+
+
+METAL_SPACES = """
+#include <stddef.h>
+#define device __attribute__((address_space(1)))
+#define constant __attribute__((address_space(2)))
+#define threadgroup static __attribute__((address_space(3)))
+#define half reserved
+struct uint3 { unsigned x, y, z; };
+namespace metal {
+enum class mem_flags { mem_threadgroup };
+namespace precise { float exp(float); float tanh(float); }
+}
+void threadgroup_barrier(metal::mem_flags);
+"""
+"""What Metal's address spaces and library are to another C++ compiler."""
+
+
+def metal_errors(kernel, tokens, folder):
+    """What clang says of the kernel's text in Metal, as instantiated for float32."""
+    source = folder / "kernel.cpp"
+    text = metal_text(kernel, kernel_inputs(tokens), threads=THREADS, GRAD=True)
+    instance = f"{kernel.unique_name}<{THREADS}, true>"
+    source.write_text(f"{METAL_SPACES}{text}\ntemplate decltype({instance}) {instance};\n")
+    flags = ["-std=c++14", "-fsyntax-only", "-Wno-unknown-attributes"]
+    done = subprocess.run(["clang++", *flags, source], capture_output=True, text=True)
+    return done.stderr if done.returncode else ""
+
+
+needs_clang = pytest.mark.skipif(shutil.which("clang++") is None, reason="clang++ not found")
+
+
+@needs_clang
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_metal_address_spaces(tokens, tmp_path):
+    assert metal_errors(tile.KERNEL, tokens, tmp_path) == ""
+
+
+@needs_clang
+def test_a_plain_pointer_is_no_metal(tmp_path):
+    bad = evolve(tile.KERNEL, body="const float* p = peak; new_peak[group] = p[group] + raw_shape[0];")
+    assert "'const float *'" in metal_errors(bad, 8, tmp_path)
+
+
+def test_metal_text_puts_small_inputs_into_constant_memory():
+    text = metal_text(tile.KERNEL, kernel_inputs(8), threads=THREADS, GRAD=True)
+    assert "const device float* peak [[buffer(5)]]" in text
+    assert "const constant float* knobs [[buffer(4)]]" in text
+    assert "const constant int* raw_shape [[buffer(1)]]" in text
+    assert "uint3 threadgroup_position_in_grid [[threadgroup_position_in_grid]]" in text
+
+
+def test_the_name_follows_the_text():
+    """MLX keeps compiled CUDA kernels on disk under their names: another text needs another."""
+    other = evolve(tile.KERNEL, body=tile.KERNEL.body + " ")
+    assert other.unique_name != tile.KERNEL.unique_name
+    assert evolve(other, body=tile.KERNEL.body).unique_name == tile.KERNEL.unique_name
+
+
+def doubled_total(*args, **kwargs):
+    step = tile.plain(*args, **kwargs)
+    return evolve(step, state=evolve(step.state, total=2 * step.state.total))
+
+
+def not_a_number(*args, **kwargs):
+    step = tile.plain(*args, **kwargs)
+    return evolve(step, rescale=step.rescale * float("nan"))
+
+
+def transposed_weights(*args, grad, **kwargs):
+    step = tile.plain(*args, grad=grad, **kwargs)
+    return evolve(step, weights=step.weights.T) if grad else step
+
+
+def does_not_compile(*_, **__):
+    raise RuntimeError("Failed to compile kernel: line 7.")
+
+
+@pytest.mark.parametrize(
+    ("step", "reason"),
+    [
+        (doubled_total, "array 1 of its trial is off by"),
+        (not_a_number, "array 4 of its trial is off by nan"),
+        (transposed_weights, r"has shape \[300, 9\], its plain twin gives \[9, 300\]"),
+        (does_not_compile, "it raised RuntimeError: Failed to compile kernel: line 7"),
+    ],
+    ids=["wrong", "nan", "shape", "raises"],
+)
+def test_a_kernel_that_is_wrong_on_the_device_is_not_used(step, reason):
+    with pytest.warns(RuntimeWarning, match=f"'probe' cannot be used on .*{reason}"):
+        assert verified("probe", step, tile.plain, tile.trial) is tile.plain
+    with pytest.raises(TrainingError, match=reason):
+        verified("probe", step, tile.plain, tile.trial, required=True)
+
+
+@needs_gxx
+def test_a_kernel_that_is_right_is_used():
+    step = emulated()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert verified("probe", step, tile.plain, tile.trial) is step
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """As if MLX ran on a GPU whose kernels are those given."""
+
+    def pretend(launch):
+        fused = partial(tile.fused, launch=launch)
+        monkeypatch.setattr(tile, "on_cpu", lambda: False)
+        monkeypatch.setattr(tile, "fused", fused)
+        return fused
+
+    tile.checked.cache_clear()
+    yield pretend
+    tile.checked.cache_clear()
+
+
+@needs_gxx
+@pytest.mark.parametrize("mode", ["auto", "on"])
+def test_on_a_gpu_the_kernel_is_used(gpu, mode):
+    fused = gpu(on_emulator)
+    assert tile.epilogue(mode) is fused
+    assert tile.epilogue("off") is tile.plain
+
+
+def test_on_a_gpu_a_broken_kernel_warns_once(gpu):
+    gpu(does_not_compile)
+    with pytest.warns(RuntimeWarning, match="flash_cce_tile") as shown:
+        assert tile.epilogue("auto") is tile.plain
+        assert tile.epilogue("auto") is tile.plain
+    assert len(shown) == 1
+    with pytest.raises(TrainingError, match="flash_cce_tile"):
+        tile.epilogue("on")
+
+
+@pytest.mark.parametrize("mode", tile.MODES)
+def test_on_the_cpu_the_kernel_is_never_used(monkeypatch, mode):
+    monkeypatch.setattr(tile, "on_cpu", lambda: True)
+    assert tile.epilogue(mode) is tile.plain
+
+
+@pytest.mark.skipif(not (mx.metal.is_available() or mx.cuda.is_available()), reason="no GPU")
+def test_on_this_gpu():
+    with mx.stream(mx.gpu):
+        assert verified("flash_cce_tile", tile.fused, tile.plain, tile.trial, required=True) is tile.fused

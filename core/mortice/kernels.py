@@ -82,8 +82,8 @@ class Kernel:
     ) -> list[mx.array]:
         """One output for each of `shapes`, from `groups` groups of `threads` threads.
 
-        `constants` are known at compile time. Raises RuntimeError or ValueError where there is no GPU; a body that
-        does not compile raises when the outputs are evaluated.
+        `constants` are known at compile time. Raises RuntimeError without a GPU, and where the body does not compile
+        when the outputs are evaluated.
         """
         out: list[mx.array] = _built(self, METAL if mx.metal.is_available() else CUDA)(
             inputs=list(inputs),
@@ -97,8 +97,8 @@ class Kernel:
 
     @property
     def unique_name(self) -> str:
-        """The name with a digest of the body: MLX keeps compiled CUDA kernels on disk, and finds them by name alone."""
-        return f"{self.name}_{hashlib.sha256(self.body.encode()).hexdigest()[:8]}"
+        """The name and a digest of the text: MLX keeps compiled CUDA kernels on disk and finds them by name alone."""
+        return f"{self.name}_{hashlib.sha256(repr((self, CUDA)).encode()).hexdigest()[:8]}"
 
     def source(self, dialect: Dialect) -> str:
         """The body as one language's."""
@@ -112,7 +112,7 @@ def template(threads: int, constants: dict[str, int | bool]) -> dict[str, int | 
 
 @cache
 def _built(kernel: Kernel, dialect: Dialect) -> Callable[..., list[mx.array]]:
-    make = mx.fast.metal_kernel if dialect is METAL else mx.fast.cuda_kernel
+    make: Callable[..., Any] = mx.fast.metal_kernel if dialect is METAL else mx.fast.cuda_kernel
     built: Callable[..., list[mx.array]] = make(
         name=kernel.unique_name,
         input_names=list(kernel.inputs),
@@ -150,7 +150,7 @@ def _fault(fast: F, plain: F, trial: Callable[[F], Sequence[mx.array]], toleranc
         found = trial(fast)
         mx.eval(found)
     except Exception as error:
-        return f"it raised {type(error).__name__}: {error}"
+        return f"it raised {type(error).__name__}: {str(error).rstrip('.')}"
     for i, (a, b) in enumerate(zip(found, expected, strict=True)):
         if a.shape != b.shape:
             return f"array {i} of its trial has shape {list(a.shape)}, its plain twin gives {list(b.shape)}"

@@ -59,7 +59,7 @@ class Step:
 
 
 class Epilogue(Protocol):
-    """`plain` or `fused`: raw logits `[t, v]` of the vocabulary from `start` on, with soft cap and temperature to come."""
+    """`plain` or `fused`. `raw [t, v]` are logits of the vocabulary from `start` on; `output` caps and tempers them."""
 
     def __call__(
         self, state: State, raw: mx.array, targets: mx.array, start: int, output: Output, *, grad: bool
@@ -183,11 +183,12 @@ def epilogue(mode: str) -> Epilogue:
 
     `auto` falls back to `plain` with a warning where the kernel is wrong there; `on` raises TrainingError.
     """
-    return plain if mode == "off" or on_cpu() else _verified(required=mode == "on")
+    return plain if mode == "off" or on_cpu() else checked(required=mode == "on")
 
 
 @cache
-def _verified(*, required: bool) -> Epilogue:
+def checked(*, required: bool) -> Epilogue:
+    """`fused` where it is right on this device; checked once in a process."""
     return verified(KERNEL.name, fused, plain, trial, required=required)
 
 
