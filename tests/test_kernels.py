@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import warnings
 from functools import partial
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -15,10 +16,16 @@ from attrs import evolve
 
 from mortice.errors import TrainingError
 from mortice.kernels import Kernel, verified
+from mortice.linear import on_cpu
 from mortice.model import Output
+from mortice.testing import HeadCase
 from mortice.testing.kernels import KernelFault, cuda_text, emulate, metal_text
+from mortice_plugins.heads import flash_cce
+from mortice_plugins.heads.dense import Dense
+from mortice_plugins.heads.flash_cce import FlashCCE
 from mortice_plugins.heads.kernels import tile
 
+ROOT = Path(__file__).resolve().parent.parent
 needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ not found")
 THREADS = tile.THREADS
 ORDERS = {
@@ -159,6 +166,17 @@ def test_emulator_runs_every_thread_of_every_group():
 
 
 @needs_gxx
+def test_the_example_of_the_docs():
+    page = (ROOT / "docs" / "kernels.md").read_text("utf-8")
+    example = page[page.index("from mortice.kernels import Kernel") : page.index("(y,) = row_sum")]
+    names = {}
+    exec(example, names)
+    x = np.arange(200, dtype=np.float32).reshape(2, 100)
+    (y,) = emulate(names["row_sum"], [x], [(2,)], groups=2, threads=64, order=range(63, -1, -1))
+    assert y.tolist() == [4950.0, 14950.0]
+
+
+@needs_gxx
 def test_emulator_leaves_nan_where_nothing_was_written():
     shared = "SHARED(float, s, 4); y[1] = s[lane];"
     (y,) = emulate(probe(shared), [np.zeros(1, np.float32)], [(3,)], groups=1, threads=1)
@@ -224,9 +242,9 @@ METAL_SPACES = """
 struct uint3 { unsigned x, y, z; };
 namespace metal {
 enum class mem_flags { mem_threadgroup };
+void threadgroup_barrier(mem_flags);
 namespace precise { float exp(float); float tanh(float); }
 }
-void threadgroup_barrier(metal::mem_flags);
 """
 """What Metal's address spaces and library are to another C++ compiler."""
 
@@ -347,6 +365,38 @@ def test_on_a_gpu_a_broken_kernel_warns_once(gpu):
     assert len(shown) == 1
     with pytest.raises(TrainingError, match="flash_cce_tile"):
         tile.epilogue("on")
+
+
+@needs_gxx
+def test_the_head_goes_through_the_kernel(gpu):
+    launched = []
+    gpu(lambda *args, **launch: launched.append(launch["groups"]) or on_emulator(*args, **launch))
+    case = HeadCase("kernel", tokens=27, vocab=500, softcap=30.0, temperature=0.7, scale=5.0)
+    expected = Dense().score(*case.draw(), grad=True, entropy=True)
+    tile.epilogue("auto")  # the check at first use
+    launched.clear()
+    found = FlashCCE(backend="mlx", token_tile=16, vocab_tile=300).score(*case.draw(), grad=True, entropy=True)
+    assert launched == [16, 11, 16, 11]
+    for name in ("logprobs", "lse", "entropy", "dhidden"):
+        assert_same([getattr(found, name)], [getattr(expected, name)], 1e-4)
+    launched.clear()
+    FlashCCE(backend="mlx", kernel="off").score(*case.draw())
+    assert launched == []
+
+
+@pytest.mark.skipif(not on_cpu(), reason="MLX runs on a GPU")
+def test_insisting_on_the_kernel_on_the_cpu_is_an_error():
+    with pytest.raises(ValueError, match=r"'kernel' is 'on', but MLX runs on the CPU here .* Metal and CUDA"):
+        FlashCCE(kernel="on")
+
+
+def test_kernel_and_numpy_exclude_each_other(monkeypatch):
+    monkeypatch.setattr(flash_cce, "on_cpu", lambda: False)
+    assert FlashCCE(kernel="on").kernel == "on"
+    with pytest.raises(ValueError, match="backend = 'numpy'"):
+        FlashCCE(kernel="on", backend="numpy")
+    with pytest.raises(ValueError, match="kernel"):
+        FlashCCE(kernel="metal")
 
 
 @pytest.mark.parametrize("mode", tile.MODES)

@@ -44,7 +44,7 @@ class Dialect:
 METAL = Dialect(
     header="""
 #define SHARED(type, name, size) threadgroup type name[size]
-#define BARRIER() threadgroup_barrier(metal::mem_flags::mem_threadgroup)
+#define BARRIER() metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup)
 #define EXP(x) metal::precise::exp(x)
 #define TANH(x) metal::precise::tanh(x)
 """,

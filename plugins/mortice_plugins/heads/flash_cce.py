@@ -6,7 +6,8 @@ The loss later scales each row of that unit gradient; no second pass is needed. 
 block of float rows where the matrix is not float32, and the unit gradient itself.
 
 Cut your losses in large-vocabulary language models: Wijmans et al., 2024 (arXiv:2411.09009); the rescaling: Dao et al.,
-FlashAttention, 2022 (arXiv:2205.14135). What it leaves out: kernels, and skipping tiles of negligible probability,
+FlashAttention, 2022 (arXiv:2205.14135). On a GPU one kernel does what lies between the two products of a tile, see
+`kernels`. What it leaves out: skipping tiles of negligible probability,
 which would not be exact.
 """
 
@@ -14,13 +15,29 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import attrs
 import mlx.core as mx
 from attrs import frozen
 
 from mortice.batch import Gradients, TokenLogprobs
+from mortice.linear import on_cpu
 from mortice.model import Output
-from mortice.options import ge, in_, option
+from mortice.options import and_, ge, in_, option
 from mortice_plugins.heads import mlx_tiles, numpy_tiles
+from mortice_plugins.heads.kernels.tile import MODES, epilogue
+
+
+def _runs_kernels(head: FlashCCE, attribute: attrs.Attribute[str], mode: str) -> None:
+    """Validator: a kernel may be insisted on where there can be one."""
+    if mode != "on":
+        return
+    if on_cpu():
+        raise ValueError(
+            "'kernel' is 'on', but MLX runs on the CPU here and the kernel is written for Metal and CUDA; 'auto' uses "
+            "it on a GPU only"
+        )
+    if head.backend == "numpy":
+        raise ValueError("'kernel' is 'on', but with backend = 'numpy' no kernel runs; allowed: 'auto', 'off'")
 
 
 @frozen
@@ -36,6 +53,11 @@ class FlashCCE:
         help="auto (numpy where MLX runs on the CPU and no trace is open, else mlx), mlx, or numpy",
         validator=in_(("auto", "mlx", "numpy")),
     )
+    kernel: str = option(
+        "auto",
+        help="one kernel between the products of a tile: auto (on a GPU, where it proves right), on (or an error), off",
+        validator=and_(in_(MODES), _runs_kernels),
+    )
 
     def score(
         self, hidden: mx.array, targets: mx.array, output: Output, *, grad: bool = False,
@@ -45,7 +67,10 @@ class FlashCCE:
         tile = (self.token_tile, self.vocab_tile)
         if self._numpy(traced):
             return numpy_tiles.score(hidden, targets, output, tile, grad=grad, entropy=entropy)
-        return mlx_tiles.score(hidden, targets, output, tile, grad=grad, entropy=entropy, traced=traced)
+        return mlx_tiles.score(
+            hidden, targets, output, tile,
+            grad=grad, entropy=entropy, traced=traced, epilogue=epilogue(self.kernel),
+        )  # fmt: skip
 
     def output_gradients(
         self, hidden: mx.array, targets: mx.array, output: Output, dlogprobs: mx.array, lse: mx.array, *,

@@ -13,63 +13,45 @@ from attrs import evolve, frozen
 
 from mortice.batch import Gradients, TokenLogprobs
 from mortice.model import Output
+from mortice_plugins.heads.kernels.tile import Epilogue, State, plain, sloped
 
 
 @frozen(eq=False)
 class _Running:
     """What is known of a tile of tokens after some blocks of the vocabulary."""
 
-    peak: mx.array
-    """`[t]` maximum of the logits."""
-    total: mx.array
-    """`[t]` Σ e^(z − peak)."""
-    target: mx.array
-    """`[t]` raw logit of the target."""
-    spread: mx.array | None
-    """`[t]` Σ e^(z − peak) (z − peak)."""
+    state: State
     expected: mx.array | None
     """`[t, D]` Σ e^(z − peak) slope W."""
 
     @classmethod
     def start(cls, count: int, width: int, *, grad: bool, entropy: bool) -> _Running:
-        zeros = mx.zeros((count,))
-        lowest = mx.full((count,), mx.finfo(mx.float32).min)
-        return cls(
-            lowest, zeros, zeros, zeros if entropy else None, mx.zeros((count, width)) if grad else None
-        )  # fmt: skip
+        return cls(State.start(count, entropy=entropy), mx.zeros((count, width)) if grad else None)
 
     def arrays(self) -> list[mx.array]:
-        return [a for a in (self.peak, self.total, self.target, self.spread, self.expected) if a is not None]
+        return [*self.state.arrays(), *([] if self.expected is None else [self.expected])]
 
-    def add(self, block: _Block, hidden: mx.array, targets: mx.array) -> _Running:
+    def add(self, block: _Block, hidden: mx.array, targets: mx.array, epilogue: Epilogue) -> _Running:
         """The same after one more block."""
-        output = block.output
         raw = block.project(hidden)  # [t, v]
-        z = output.finish(raw)
-        peak = mx.maximum(self.peak, z.max(axis=1))
-        shift = self.peak - peak
-        rescale = mx.exp(shift)
-        z = z - peak[:, None]
-        weights = mx.exp(z)
-        spread, expected = self.spread, self.expected
-        if spread is not None:
-            spread = rescale * (spread + shift * self.total) + (weights * z).sum(axis=1)
+        step = epilogue(self.state, raw, targets, block.start, block.output, grad=self.expected is not None)
+        expected = self.expected
         if expected is not None:
-            expected = rescale[:, None] * expected + block.pull(_sloped(weights, raw, output))
-        total = rescale * self.total + weights.sum(axis=1)
-        return _Running(peak, total, block.pick(raw, targets, self.target), spread, expected)
+            expected = step.rescale[:, None] * expected + block.pull(step.weights)
+        return _Running(step.state, expected)
 
     def scores(self, targets: mx.array, output: Output) -> TokenLogprobs:
         """What all blocks together say."""
-        log_total = mx.log(self.total)
+        peak, total, target, spread = self.state.peak, self.state.total, self.state.target, self.state.spread
+        log_total = mx.log(total)
         dhidden = None
         if self.expected is not None:
-            slope = output.slope(self.target)[:, None]
-            dhidden = slope * output.take(targets) - self.expected / self.total[:, None]
+            slope = output.slope(target)[:, None]
+            dhidden = slope * output.take(targets) - self.expected / total[:, None]
         return TokenLogprobs(
-            (output.finish(self.target) - self.peak) - log_total,
-            lse=self.peak + log_total,
-            entropy=None if self.spread is None else log_total - self.spread / self.total,
+            (output.finish(target) - peak) - log_total,
+            lse=peak + log_total,
+            entropy=None if spread is None else log_total - spread / total,
             dhidden=dhidden,
         )
 
@@ -97,13 +79,6 @@ class _Block:
     def pull(self, g: mx.array) -> mx.array:
         return self.output.pull(g, self.start, self.stop) if self.rows is None else g @ self.rows
 
-    def pick(self, raw: mx.array, targets: mx.array, before: mx.array) -> mx.array:
-        """The raw logits of those targets that lie in the block, `before` for the others."""
-        place = targets - self.start
-        inside = (place >= 0) & (place < self.stop - self.start)
-        place = mx.where(inside, place, 0)
-        return mx.where(inside, mx.take_along_axis(raw, place[:, None], axis=1).squeeze(1), before)
-
 
 class _Barrier:
     """Keeps one tile alive at a time."""
@@ -126,7 +101,7 @@ class _Barrier:
 
 def score(
     hidden: mx.array, targets: mx.array, output: Output, tile: tuple[int, int], *,
-    grad: bool, entropy: bool, traced: bool,
+    grad: bool, entropy: bool, traced: bool, epilogue: Epilogue = plain,
 ) -> TokenLogprobs:  # fmt: skip
     """Log-probabilities of `targets [M]` from `hidden [M, D]`, in tiles of (tokens, vocabulary)."""
     count, width = hidden.shape
@@ -137,7 +112,7 @@ def score(
     running = [_Running.start(len(y), width, grad=grad, entropy=entropy) for _, y in tiles]
     for block in _blocks(output, tile[1], barrier):
         for i, (h, y) in enumerate(tiles):
-            running[i] = running[i].add(block, barrier.after(h), y)
+            running[i] = running[i].add(block, barrier.after(h), y, epilogue)
             barrier.done(running[i].arrays())
     found = [r.scores(y, output) for r, (_, y) in zip(running, tiles)]
 
@@ -167,15 +142,10 @@ def output_gradients(
             raw = block.project(h)  # [t, v]
             p = mx.exp(output.finish(raw) - lse[start:stop, None])
             hit = targets[start:stop, None] == places
-            g = _sloped(dlogprobs[start:stop, None] * (hit - p), raw, output)
+            g = sloped(dlogprobs[start:stop, None] * (hit - p), raw, output)
             output.accumulate(h, g, block.start, block.stop, gradients)
             barrier.done(list(gradients.values()))
     return gradients
-
-
-def _sloped(x: mx.array, raw: mx.array, output: Output) -> mx.array:
-    """x · slope, `[t, v]`; no array is made of a slope that is 1 everywhere."""
-    return x if output.softcap is None and output.temperature == 1.0 else x * output.slope(raw)
 
 
 def _spans(count: int, size: int) -> Iterator[tuple[int, int]]:

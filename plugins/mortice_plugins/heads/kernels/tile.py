@@ -2,8 +2,8 @@
 
 Raw logits `[t, v]` and the running state of each row go in; the new state, the factor by which the accumulator
 `Σ e^(z − peak) slope W` shrinks, and the weights that the second product multiplies come out. The kernel reads the
-logits twice and writes the weights once, where the plain form makes about ten passes over `[t, v]`. It leaves the
-products to MLX.
+logits twice and writes the weights once, where the plain form makes a pass for each operation. It leaves the products
+to MLX.
 
 Online softmax: Milakov and Gimelshein, 2018 (arXiv:1805.02867).
 """
@@ -46,6 +46,9 @@ class State:
         zeros = mx.zeros((count,))
         return cls(mx.full((count,), mx.finfo(mx.float32).min), zeros, zeros, zeros if entropy else None)
 
+    def arrays(self) -> list[mx.array]:
+        return [a for a in (self.peak, self.total, self.target, self.spread) if a is not None]
+
 
 @frozen(eq=False)
 class Step:
@@ -82,7 +85,12 @@ def plain(state: State, raw: mx.array, targets: mx.array, start: int, output: Ou
     inside = (place >= 0) & (place < raw.shape[1])
     found = mx.take_along_axis(raw, mx.where(inside, place, 0)[:, None], axis=1).squeeze(1)
     after = State(peak, total, mx.where(inside, found, state.target), spread)
-    return Step(after, rescale, weights * output.slope(raw) if grad else None)
+    return Step(after, rescale, sloped(weights, raw, output) if grad else None)
+
+
+def sloped(x: mx.array, raw: mx.array, output: Output) -> mx.array:
+    """x · slope, `[t, v]`; no array is made of a slope that is 1 everywhere."""
+    return x if output.softcap is None and output.temperature == 1.0 else x * output.slope(raw)
 
 
 KERNEL = Kernel(
