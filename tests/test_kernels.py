@@ -24,6 +24,7 @@ from mortice_plugins.heads import flash_cce
 from mortice_plugins.heads.dense import Dense
 from mortice_plugins.heads.flash_cce import FlashCCE
 from mortice_plugins.heads.kernels import tile
+from mortice_plugins.heads.mlx_tiles import Running, advance
 
 ROOT = Path(__file__).resolve().parent.parent
 needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ not found")
@@ -50,15 +51,12 @@ def output(softcap=None, temperature=1.0):
     return Output(mx.zeros((0, 0)), "head.weight", softcap=softcap, temperature=temperature)
 
 
-def run(step, raw, targets, width, settings, *, grad=True, entropy=True):
-    """All blocks of `raw [t, V]`, `width` columns each: the last step and what each left."""
-    state, left = tile.State.start(raw.shape[0], entropy=entropy), []
+def run(form, raw, targets, width, settings, *, grad=True, entropy=True):
+    """All blocks of `raw [t, V]`, `width` columns each: what each left."""
+    running, left = Running.start(raw.shape[0], entropy=entropy), []
     for start in range(0, raw.shape[1], width):
-        done = step(state, raw[:, start : start + width], targets, start, settings, grad=grad)
-        state = done.state
-        left += [state.peak, state.total, state.target, done.rescale]
-        left += [state.spread] if entropy else []
-        left += [done.weights] if grad else []
+        running, weights, rescale = form(raw[:, start : start + width], targets - start, running, settings)
+        left += [*running.arrays(), rescale, *([weights] if grad else [])]
     return left
 
 
@@ -86,21 +84,21 @@ def draw(tokens=9, vocab=611, scale=8.0, seed=0):
 def test_kernel_agrees_with_its_twin(settings, order):
     """Blocks of 300, 300 and 11 logits: more than the threads, and fewer."""
     raw, targets = draw()
-    assert_same(run(emulated(order), raw, targets, 300, settings), run(tile.plain, raw, targets, 300, settings))
+    assert_same(run(emulated(order), raw, targets, 300, settings), run(advance, raw, targets, 300, settings))
 
 
 @needs_gxx
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("entropy", [False, True])
-def test_what_is_not_asked_for_is_not_there(grad, entropy):
+def test_what_is_not_asked_for_is_not_made(grad, entropy):
     raw, targets = draw()
-    start = tile.State.start(9, entropy=entropy)
-    done = emulated()(start, raw, targets, 0, output(), grad=grad)
-    assert (done.weights is not None, done.state.spread is not None) == (grad, entropy)
+    form = partial(emulated(), grad=grad)
+    running, weights, _ = form(raw, targets, Running.start(9, entropy=entropy), output())
+    assert weights.shape == ((9, 611) if grad else (1,))
+    assert (running.spread is not None) == entropy
     asked = {"grad": grad, "entropy": entropy}
-    assert_same(
-        run(emulated(), raw, targets, 256, output(), **asked), run(tile.plain, raw, targets, 256, output(), **asked)
-    )
+    found = run(form, raw, targets, 256, output(), **asked)
+    assert_same(found, run(advance, raw, targets, 256, output(), **asked))
 
 
 @needs_gxx
@@ -111,7 +109,7 @@ def test_far_logits(level):
     raw[:, 33] += 1e4
     targets = mx.array([33, 0, 39, 33, 1, 2, 3, 4], dtype=mx.int32)
     found = run(emulated(), mx.array(raw), targets, 32, output())
-    assert_same(found, run(tile.plain, mx.array(raw), targets, 32, output()))
+    assert_same(found, run(advance, mx.array(raw), targets, 32, output()))
     peak, total = found[-6:-4]
     assert peak.tolist() == [level + 1e4] * 8
     assert total.tolist() == [1.0] * 8
@@ -119,24 +117,23 @@ def test_far_logits(level):
 
 @needs_gxx
 def test_by_hand():
-    """Logits 0 and 0, then ln 2 and −∞ as good as: totals 2, then 2 · ½ + 1; weights 1, 1, then 1, 0."""
+    """Logits 0 and 0, then ln 2 and −10⁴: totals 2, then 2 · ½ + 1; weights 1, 1, then 1, 0."""
     raw = mx.array([[0.0, 0.0, float(np.log(2)), -1e4]] * 8)
-    first = emulated()(tile.State.start(8, entropy=True), raw[:, :2], mx.zeros((8,)), 0, output(), grad=True)
-    second = emulated()(first.state, raw[:, 2:], mx.full((8,), 3), 2, output(), grad=True)
-    assert first.state.total.tolist() == [2.0] * 8
-    assert first.weights.tolist() == [[1.0, 1.0]] * 8
-    assert np.allclose(second.rescale, 0.5)
-    assert np.allclose(second.state.total, 2.0)
-    assert np.allclose(second.state.spread, -np.log(2))  # ½ · (0 + −ln 2 · 2) + 1 · 0
-    assert second.state.target.tolist() == [-1e4] * 8
-    assert np.allclose(second.weights, [[1.0, 0.0]] * 8)
+    first, weights, _ = emulated()(raw[:, :2], mx.zeros((8,)), Running.start(8, entropy=True), output())
+    assert first.total.tolist() == [2.0] * 8
+    assert weights.tolist() == [[1.0, 1.0]] * 8
+    second, weights, rescale = emulated()(raw[:, 2:], mx.ones((8,)), first, output())
+    assert np.allclose(rescale, 0.5)
+    assert np.allclose(second.total, 2.0)
+    assert np.allclose(second.spread, -np.log(2))  # ½ · (0 − ln 2 · 2) + 1 · 0
+    assert second.target.tolist() == [-1e4] * 8
+    assert np.allclose(weights, [[1.0, 0.0]] * 8)
 
 
-@needs_gxx
 def test_small_tiles_go_through_the_twin():
     raw, targets = draw(tokens=7)
-    step = partial(tile.fused, launch=lambda *_, **__: pytest.fail("the kernel was launched"))
-    assert_same(run(step, raw, targets, 300, output()), run(tile.plain, raw, targets, 300, output()))
+    form = partial(tile.fused, launch=lambda *_, **__: pytest.fail("the kernel was launched"))
+    assert_same(run(form, raw, targets, 300, output()), run(advance, raw, targets, 300, output()))
 
 
 BARRIERS = [m.start() for m in re.finditer(r"BARRIER\(\);", tile.KERNEL.body)]
@@ -214,9 +211,8 @@ def test_emulator_refuses_other_types():
 
 def kernel_inputs(tokens):
     """As `fused` hands them over."""
-    state = [np.zeros(tokens, np.float32)] * 4
-    start, knobs = np.zeros(1, np.int32), np.zeros(2, np.float32)
-    return [np.zeros((tokens, 300), np.float32), np.zeros(tokens, np.int32), start, knobs, *state]
+    running = [np.zeros(tokens, np.float32)] * 4
+    return [np.zeros((tokens, 300), np.float32), np.zeros(tokens, np.int32), np.zeros(2, np.float32), *running]
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc not found")
@@ -277,8 +273,8 @@ def test_a_plain_pointer_is_no_metal(tmp_path):
 
 def test_metal_text_puts_small_inputs_into_constant_memory():
     text = metal_text(tile.KERNEL, kernel_inputs(8), threads=THREADS, GRAD=True)
-    assert "const device float* peak [[buffer(5)]]" in text
-    assert "const constant float* knobs [[buffer(4)]]" in text
+    assert "const device float* peak [[buffer(4)]]" in text
+    assert "const constant float* knobs [[buffer(3)]]" in text
     assert "const constant int* raw_shape [[buffer(1)]]" in text
     assert "uint3 threadgroup_position_in_grid [[threadgroup_position_in_grid]]" in text
 
@@ -290,19 +286,19 @@ def test_the_name_follows_the_text():
     assert evolve(other, body=tile.KERNEL.body).unique_name == tile.KERNEL.unique_name
 
 
-def doubled_total(*args, **kwargs):
-    step = tile.plain(*args, **kwargs)
-    return evolve(step, state=evolve(step.state, total=2 * step.state.total))
+def doubled_total(*args):
+    running, weights, rescale = advance(*args)
+    return evolve(running, total=2 * running.total), weights, rescale
 
 
-def not_a_number(*args, **kwargs):
-    step = tile.plain(*args, **kwargs)
-    return evolve(step, rescale=step.rescale * float("nan"))
+def not_a_number(*args):
+    running, weights, rescale = advance(*args)
+    return running, weights, rescale * float("nan")
 
 
-def transposed_weights(*args, grad, **kwargs):
-    step = tile.plain(*args, grad=grad, **kwargs)
-    return evolve(step, weights=step.weights.T) if grad else step
+def transposed_weights(*args):
+    running, weights, rescale = advance(*args)
+    return running, weights.T, rescale
 
 
 def does_not_compile(*_, **__):
@@ -310,7 +306,7 @@ def does_not_compile(*_, **__):
 
 
 @pytest.mark.parametrize(
-    ("step", "reason"),
+    ("form", "reason"),
     [
         (doubled_total, "array 1 of its trial is off by"),
         (not_a_number, "array 4 of its trial is off by nan"),
@@ -319,30 +315,28 @@ def does_not_compile(*_, **__):
     ],
     ids=["wrong", "nan", "shape", "raises"],
 )
-def test_a_kernel_that_is_wrong_on_the_device_is_not_used(step, reason):
+def test_a_kernel_that_is_wrong_on_the_device_is_not_used(form, reason):
     with pytest.warns(RuntimeWarning, match=f"'probe' cannot be used on .*{reason}"):
-        assert verified("probe", step, tile.plain, tile.trial) is tile.plain
+        assert verified("probe", form, advance, tile.trial) is advance
     with pytest.raises(TrainingError, match=reason):
-        verified("probe", step, tile.plain, tile.trial, required=True)
+        verified("probe", form, advance, tile.trial, required=True)
 
 
 @needs_gxx
 def test_a_kernel_that_is_right_is_used():
-    step = emulated()
+    form = emulated()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert verified("probe", step, tile.plain, tile.trial) is step
+        assert verified("probe", form, advance, tile.trial) is form
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """As if MLX ran on a GPU whose kernels are those given."""
+    """As if MLX ran on a GPU that launches kernels in this way."""
 
     def pretend(launch):
-        fused = partial(tile.fused, launch=launch)
         monkeypatch.setattr(tile, "on_cpu", lambda: False)
-        monkeypatch.setattr(tile, "fused", fused)
-        return fused
+        monkeypatch.setattr(tile, "fused", partial(tile.fused, launch=launch))
 
     tile.checked.cache_clear()
     yield pretend
@@ -351,20 +345,25 @@ def gpu(monkeypatch):
 
 @needs_gxx
 @pytest.mark.parametrize("mode", ["auto", "on"])
-def test_on_a_gpu_the_kernel_is_used(gpu, mode):
-    fused = gpu(on_emulator)
-    assert tile.epilogue(mode) is fused
-    assert tile.epilogue("off") is tile.plain
+@pytest.mark.parametrize("grad", [False, True])
+def test_on_a_gpu_the_kernel_is_used(gpu, mode, grad):
+    launched = []
+    gpu(lambda *args, **launch: launched.append(launch["GRAD"]) or on_emulator(*args, **launch))
+    form = tile.epilogue(mode, grad=grad)
+    assert form is not advance
+    assert set(launched) == {grad}
+    assert tile.epilogue(mode, grad=grad) is form
+    assert tile.epilogue("off", grad=grad) is advance
 
 
 def test_on_a_gpu_a_broken_kernel_warns_once(gpu):
     gpu(does_not_compile)
     with pytest.warns(RuntimeWarning, match="flash_cce_tile") as shown:
-        assert tile.epilogue("auto") is tile.plain
-        assert tile.epilogue("auto") is tile.plain
+        assert tile.epilogue("auto", grad=True) is advance
+        assert tile.epilogue("auto", grad=True) is advance
     assert len(shown) == 1
     with pytest.raises(TrainingError, match="flash_cce_tile"):
-        tile.epilogue("on")
+        tile.epilogue("on", grad=True)
 
 
 @needs_gxx
@@ -373,7 +372,7 @@ def test_the_head_goes_through_the_kernel(gpu):
     gpu(lambda *args, **launch: launched.append(launch["groups"]) or on_emulator(*args, **launch))
     case = HeadCase("kernel", tokens=27, vocab=500, softcap=30.0, temperature=0.7, scale=5.0)
     expected = Dense().score(*case.draw(), grad=True, entropy=True)
-    tile.epilogue("auto")  # the check at first use
+    tile.epilogue("auto", grad=True)  # the check at first use
     launched.clear()
     found = FlashCCE(backend="mlx", token_tile=16, vocab_tile=300).score(*case.draw(), grad=True, entropy=True)
     assert launched == [16, 11, 16, 11]
@@ -402,10 +401,10 @@ def test_kernel_and_numpy_exclude_each_other(monkeypatch):
 @pytest.mark.parametrize("mode", tile.MODES)
 def test_on_the_cpu_the_kernel_is_never_used(monkeypatch, mode):
     monkeypatch.setattr(tile, "on_cpu", lambda: True)
-    assert tile.epilogue(mode) is tile.plain
+    assert tile.epilogue(mode, grad=True) is advance
 
 
 @pytest.mark.skipif(not (mx.metal.is_available() or mx.cuda.is_available()), reason="no GPU")
 def test_on_this_gpu():
     with mx.stream(mx.gpu):
-        assert verified("flash_cce_tile", tile.fused, tile.plain, tile.trial, required=True) is tile.fused
+        assert verified("flash_cce_tile", tile.fused, advance, tile.trial, required=True) is tile.fused

@@ -69,7 +69,7 @@ class FlashCCE:
             return numpy_tiles.score(hidden, targets, output, tile, grad=grad, entropy=entropy)
         return mlx_tiles.score(
             hidden, targets, output, tile,
-            grad=grad, entropy=entropy, traced=traced, epilogue=epilogue(self.kernel),
+            grad=grad, entropy=entropy, traced=traced, epilogue=epilogue(self.kernel, grad=grad),
         )  # fmt: skip
 
     def output_gradients(

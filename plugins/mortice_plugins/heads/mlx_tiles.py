@@ -7,51 +7,103 @@ transform `mx.eval` would keep every tile instead; a chain of dependencies holds
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import mlx.core as mx
 from attrs import evolve, frozen
 
 from mortice.batch import Gradients, TokenLogprobs
 from mortice.model import Output
-from mortice_plugins.heads.kernels.tile import Epilogue, State, plain, sloped
 
 
 @frozen(eq=False)
-class _Running:
-    """What is known of a tile of tokens after some blocks of the vocabulary."""
+class Running:
+    """What is known of a tile of tokens after some blocks of the vocabulary; float32."""
 
-    state: State
-    expected: mx.array | None
-    """`[t, D]` Σ e^(z − peak) slope W."""
+    peak: mx.array
+    """`[t]` maximum of the logits."""
+    total: mx.array
+    """`[t]` Σ e^(z − peak)."""
+    target: mx.array
+    """`[t]` raw logit of the target."""
+    spread: mx.array | None
+    """`[t]` Σ e^(z − peak) (z − peak), where entropy is wanted."""
 
     @classmethod
-    def start(cls, count: int, width: int, *, grad: bool, entropy: bool) -> _Running:
-        return cls(State.start(count, entropy=entropy), mx.zeros((count, width)) if grad else None)
+    def start(cls, count: int, *, entropy: bool) -> Running:
+        zeros = mx.zeros((count,))
+        return cls(mx.full((count,), mx.finfo(mx.float32).min), zeros, zeros, zeros if entropy else None)
 
     def arrays(self) -> list[mx.array]:
-        return [*self.state.arrays(), *([] if self.expected is None else [self.expected])]
+        return [a for a in (self.peak, self.total, self.target, self.spread) if a is not None]
 
-    def add(self, block: _Block, hidden: mx.array, targets: mx.array, epilogue: Epilogue) -> _Running:
-        """The same after one more block."""
-        raw = block.project(hidden)  # [t, v]
-        step = epilogue(self.state, raw, targets, block.start, block.output, grad=self.expected is not None)
-        expected = self.expected
-        if expected is not None:
-            expected = step.rescale[:, None] * expected + block.pull(step.weights)
-        return _Running(step.state, expected)
 
-    def scores(self, targets: mx.array, output: Output) -> TokenLogprobs:
+class Advance(Protocol):
+    """`advance`, or what agrees with it."""
+
+    def __call__(
+        self, raw: mx.array, place: mx.array, before: Running, output: Output, /
+    ) -> tuple[Running, mx.array, mx.array]: ...
+
+
+def advance(raw: mx.array, place: mx.array, before: Running, output: Output) -> tuple[Running, mx.array, mx.array]:
+    """One more block: from its raw logits `[t, v]` and what was known before to what is known now.
+
+    `place [t]` is where in the block each target stands; outside of it for most. Gives also the weights
+    `[t, v]` e^(z − peak) · slope of the block's output rows, and the factor `[t]` that brings what was summed under the
+    old maximum to the new one. Everything between the two products of a tile is here.
+    """
+    z = output.finish(raw)
+    peak = mx.maximum(before.peak, z.max(axis=1))
+    shift = before.peak - peak
+    rescale = mx.exp(shift)
+    z = z - peak[:, None]
+    weights = mx.exp(z)
+    spread = before.spread
+    if spread is not None:
+        spread = rescale * (spread + shift * before.total) + (weights * z).sum(axis=1)
+    total = rescale * before.total + weights.sum(axis=1)
+    now = Running(peak, total, _pick(raw, place, before.target), spread)
+    return now, _sloped(weights, raw, output), rescale
+
+
+def _pick(raw: mx.array, place: mx.array, otherwise: mx.array) -> mx.array:
+    """The raw logits at `place`, `otherwise` where that is outside of the block."""
+    inside = (place >= 0) & (place < raw.shape[1])
+    place = mx.where(inside, place, 0)
+    return mx.where(inside, mx.take_along_axis(raw, place[:, None], axis=1).squeeze(1), otherwise)
+
+
+class _Tokens:
+    """A tile of tokens on its way through the vocabulary."""
+
+    def __init__(self, hidden: mx.array, targets: mx.array, epilogue: Advance, *, grad: bool, entropy: bool) -> None:
+        self._hidden, self._targets, self._epilogue = hidden, targets, epilogue
+        self._running = Running.start(len(targets), entropy=entropy)
+        self._expected = mx.zeros(hidden.shape) if grad else None  # [t, D] Σ e^(z − peak) slope W
+
+    def add(self, block: _Block, barrier: _Barrier) -> None:
+        raw = block.project(barrier.after(self._hidden))  # [t, v]
+        place = self._targets - block.start
+        self._running, weights, rescale = self._epilogue(raw, place, self._running, block.output)
+        left = self._running.arrays()
+        if self._expected is not None:
+            self._expected = rescale[:, None] * self._expected + block.pull(weights)
+            left.append(self._expected)
+        barrier.done(left)
+
+    def scores(self, output: Output) -> TokenLogprobs:
         """What all blocks together say."""
-        peak, total, target, spread = self.state.peak, self.state.total, self.state.target, self.state.spread
-        log_total = mx.log(total)
+        running = self._running
+        log_total = mx.log(running.total)
         dhidden = None
-        if self.expected is not None:
-            slope = output.slope(target)[:, None]
-            dhidden = slope * output.take(targets) - self.expected / total[:, None]
+        if self._expected is not None:
+            own = output.slope(running.target)
+            dhidden = own[:, None] * output.take(self._targets) - self._expected / running.total[:, None]
         return TokenLogprobs(
-            (output.finish(target) - peak) - log_total,
-            lse=peak + log_total,
-            entropy=None if spread is None else log_total - spread / total,
+            (output.finish(running.target) - running.peak) - log_total,
+            lse=running.peak + log_total,
+            entropy=None if running.spread is None else log_total - running.spread / running.total,
             dhidden=dhidden,
         )
 
@@ -101,20 +153,21 @@ class _Barrier:
 
 def score(
     hidden: mx.array, targets: mx.array, output: Output, tile: tuple[int, int], *,
-    grad: bool, entropy: bool, traced: bool, epilogue: Epilogue = plain,
+    grad: bool, entropy: bool, traced: bool, epilogue: Advance = advance,
 ) -> TokenLogprobs:  # fmt: skip
     """Log-probabilities of `targets [M]` from `hidden [M, D]`, in tiles of (tokens, vocabulary)."""
     count, width = hidden.shape
     if not count:
         return _nothing(width, grad=grad, entropy=entropy)
-    tiles = [(hidden[start:stop], targets[start:stop]) for start, stop in _spans(count, tile[0])]
     barrier = _Barrier(traced=traced)
-    running = [_Running.start(len(y), width, grad=grad, entropy=entropy) for _, y in tiles]
+    tokens = [
+        _Tokens(hidden[start:stop], targets[start:stop], epilogue, grad=grad, entropy=entropy)
+        for start, stop in _spans(count, tile[0])
+    ]
     for block in _blocks(output, tile[1], barrier):
-        for i, (h, y) in enumerate(tiles):
-            running[i] = running[i].add(block, barrier.after(h), y, epilogue)
-            barrier.done(running[i].arrays())
-    found = [r.scores(y, output) for r, (_, y) in zip(running, tiles)]
+        for some in tokens:
+            some.add(block, barrier)
+    found = [some.scores(output) for some in tokens]
 
     def joined(name: str) -> mx.array:
         return mx.concatenate([getattr(scores, name) for scores in found])
@@ -142,10 +195,15 @@ def output_gradients(
             raw = block.project(h)  # [t, v]
             p = mx.exp(output.finish(raw) - lse[start:stop, None])
             hit = targets[start:stop, None] == places
-            g = sloped(dlogprobs[start:stop, None] * (hit - p), raw, output)
+            g = _sloped(dlogprobs[start:stop, None] * (hit - p), raw, output)
             output.accumulate(h, g, block.start, block.stop, gradients)
             barrier.done(list(gradients.values()))
     return gradients
+
+
+def _sloped(x: mx.array, raw: mx.array, output: Output) -> mx.array:
+    """x · slope, `[t, v]`; no array is made of a slope that is 1 everywhere."""
+    return x if output.softcap is None and output.temperature == 1.0 else x * output.slope(raw)
 
 
 def _spans(count: int, size: int) -> Iterator[tuple[int, int]]:
