@@ -105,7 +105,7 @@ class _Block:
         return mx.where(inside, mx.take_along_axis(raw, place[:, None], axis=1).squeeze(1), before)
 
 
-class _Barrier:
+class Barrier:
     """Keeps one tile alive at a time."""
 
     def __init__(self, *, traced: bool) -> None:
@@ -131,9 +131,9 @@ def score(
     """Log-probabilities of `targets [M]` from `hidden [M, D]`, in tiles of (tokens, vocabulary)."""
     count, width = hidden.shape
     if not count:
-        return _nothing(width, grad=grad, entropy=entropy)
-    tiles = [(hidden[start:stop], targets[start:stop]) for start, stop in _spans(count, tile[0])]
-    barrier = _Barrier(traced=traced)
+        return nothing(width, grad=grad, entropy=entropy)
+    tiles = [(hidden[start:stop], targets[start:stop]) for start, stop in spans(count, tile[0])]
+    barrier = Barrier(traced=traced)
     running = [_Running.start(len(y), width, grad=grad, entropy=entropy) for _, y in tiles]
     for block in _blocks(output, tile[1], barrier):
         for i, (h, y) in enumerate(tiles):
@@ -158,8 +158,8 @@ def output_gradients(
 ) -> Gradients:  # fmt: skip
     """Gradients of the output's parameters: `d loss / d raw logits` of each tile, handed to `output.accumulate`."""
     gradients = {name: mx.zeros(value.shape) for name, value in output.parameters().items()}
-    tiles = list(_spans(hidden.shape[0], tile[0]))
-    barrier = _Barrier(traced=traced)
+    tiles = list(spans(hidden.shape[0], tile[0]))
+    barrier = Barrier(traced=traced)
     for block in _blocks(output, tile[1], barrier) if tiles else ():
         places = mx.arange(block.start, block.stop)
         for start, stop in tiles:
@@ -178,18 +178,20 @@ def _sloped(x: mx.array, raw: mx.array, output: Output) -> mx.array:
     return x if output.softcap is None and output.temperature == 1.0 else x * output.slope(raw)
 
 
-def _spans(count: int, size: int) -> Iterator[tuple[int, int]]:
+def spans(count: int, size: int) -> Iterator[tuple[int, int]]:
+    """(start, stop) of runs of at most `size` that cover `count`."""
     for start in range(0, count, size):
         yield start, min(start + size, count)
 
 
-def _blocks(output: Output, size: int, barrier: _Barrier) -> Iterator[_Block]:
+def _blocks(output: Output, size: int, barrier: Barrier) -> Iterator[_Block]:
     """The blocks of the vocabulary; the float rows of each are made after the last tile of the one before."""
-    for start, stop in _spans(output.vocab, size):
+    for start, stop in spans(output.vocab, size):
         yield _Block.of(evolve(output, weight=barrier.after(output.weight)), start, stop)
 
 
-def _nothing(width: int, *, grad: bool, entropy: bool) -> TokenLogprobs:
+def nothing(width: int, *, grad: bool, entropy: bool) -> TokenLogprobs:
+    """The scores of no tokens, for which MLX has no reductions."""
     none = mx.zeros((0,))
     return TokenLogprobs(
         none, lse=none, entropy=none if entropy else None, dhidden=mx.zeros((0, width)) if grad else None
