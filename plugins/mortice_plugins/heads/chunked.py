@@ -17,7 +17,8 @@ from attrs import evolve, frozen
 from mortice.batch import Gradients, TokenLogprobs
 from mortice.model import Output
 from mortice.options import ge, option
-from mortice_plugins.heads.mlx_tiles import Barrier, nothing, spans
+from mortice_plugins.heads.mlx_tiles import Barrier, nothing
+from mortice_plugins.heads.tiling import spans
 
 ROWS = 8192
 """Vocabulary entries whose output rows are in use at a time."""
