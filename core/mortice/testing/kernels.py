@@ -1,8 +1,8 @@
 """For authors of kernels: run a body on the CPU, and see the text that MLX would make of it.
 
 `emulate` builds the body of a `mortice.kernels.Kernel` with g++ and runs every thread of a group as a fiber (see
-`emulator.h`): a missing barrier, an index out of bounds and an element that nothing writes show at once. It says
-nothing about speed, nor about what a GPU's compiler makes of the text; `cuda_text` and `metal_text` are for that.
+`emulator.h`): a missing barrier, an index out of bounds and an element that nothing writes show at once. It is
+for Linux, whose `ucontext` it uses, and says nothing about speed, nor about what a GPU's compiler makes of the text; `cuda_text` and `metal_text` are for that.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ def _launcher(text: str) -> Callable[..., bytes | None]:
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder, "kernel.cpp"), Path(folder, "kernel.so")
         source.write_text(text)
-        # without unique symbols: each library has a state of its own
-        flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique"]
+        # hidden symbols: each library has a scheduler of its own
+        flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility=hidden"]
         done = subprocess.run([compiler, *flags, source, "-o", library], capture_output=True, text=True)
         if done.returncode:
             raise ValueError(f"the kernel does not compile:\n{done.stderr}")
