@@ -1,8 +1,9 @@
 """For authors of kernels: run a body on the CPU, and see the text that MLX would make of it.
 
 `emulate` builds the body of a `mortice.kernels.Kernel` with g++ and runs every thread of a group as a fiber (see
-`emulator.h`): a missing barrier, an index out of bounds and an element that nothing writes show at once. It is
-for Linux, whose `ucontext` it uses, and says nothing about speed, nor about what a GPU's compiler makes of the text; `cuda_text` and `metal_text` are for that.
+`emulator.h`): a missing barrier, an index out of bounds and an element that nothing writes show at once. It runs on
+Linux, and says nothing about speed, nor about what a GPU's compiler makes of the text; `cuda_text` and `metal_text` are
+for that.
 """
 
 from __future__ import annotations
