@@ -39,6 +39,12 @@ flash_cce = _plugin(
     "Log-probabilities and their gradient in one pass over vocabulary tiles; never holds full logits.",
     "flash-cce",
 )
+chunked = _plugin(
+    "head",
+    "mortice_plugins.heads.chunked:Chunked",
+    "Full logits of a few tokens at a time: simple, with the memory of one chunk.",
+    "chunked",
+)
 segmented = _plugin(
     "backward",
     "mortice_plugins.backwards.segmented:Segmented",
