@@ -15,25 +15,26 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from typing import Any, ClassVar, Literal, get_args, get_origin
 
 import attrs
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from attrs import evolve, field, frozen
 from tiny_llama import CONFIG
 from tiny_run import plugin
 
-from mortice.batch import Completion, Group, Limits, TokenLogprobs
+from mortice.batch import Completion, Group, Limits, LossOutput, TokenLogprobs
 from mortice.context import Randomness
 from mortice.errors import ConfigError
 from mortice.linear import Embedding, Linear, Quantization, quantized
-from mortice.model import Model
+from mortice.model import Model, Output, Part
 from mortice.objective import WeightedLoss
-from mortice.options import in_, option
+from mortice.options import option
 from mortice.plugins import Plugins, load_plugins
 from mortice.pretrained import random_model
 from mortice.protocols import Params
@@ -46,7 +47,7 @@ from mortice.testing.losses import REQUIREMENTS, number
 from mortice_plugins.backwards.full import Full
 from mortice_plugins.heads.dense import Dense
 from mortice_plugins.layouts.separate import Separate
-from mortice_plugins.losses.sft import SFT
+from mortice_plugins.models.llama import Llama
 
 SMALL = (1, 3)
 """Values tried of every option that is a whole number."""
@@ -141,6 +142,7 @@ def variants(cls: type) -> Iterator[dict[str, Any]]:
         yield from ({name: value} for value in values if value != attribute.default)
 
 
+@cache
 def choices(plugins: Plugins, kind: str) -> list[Choice]:
     """Every instance of every registered strategy of a kind that the tests use."""
     return [choice for strategy in plugins.registry.all(kind) for choice in _instances(strategy)]
@@ -168,11 +170,13 @@ def _instances(strategy: Strategy) -> Iterator[Choice]:
         yield Choice(kind, f"{label}-example{i}", value, plain=bool(required) and i == 0)
 
 
+@cache
 def adapters(plugins: Plugins) -> list[Choice]:
     """Every registered adapter with its defaults, and its examples."""
     return [c for c in choices(plugins, "adapter") if c.plain or "-example" in c.label]
 
 
+@cache
 def models(plugins: Plugins) -> list[Choice]:
     """Tiny models of every registered adapter, and one packed twin of the first of each."""
     found = []
@@ -218,8 +222,12 @@ class Combination:
     model: Choice
     adapter: Choice
 
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        return attrs.astuple(self, recurse=False)
+
     def __str__(self) -> str:
-        return "|".join(choice.label for choice in attrs.astuple(self, recurse=False))
+        return "|".join(choice.label for choice in self.choices)
 
 
 def scores_with(loss: Choice, head: Choice) -> bool:
@@ -314,7 +322,9 @@ class Found:
     gradients: dict[str, mx.array]
 
 
-def compute(loss: Choice, head: Choice, backward: Any, layout: Any, model: Choice, adapter: Choice, limits: Limits):
+def compute(
+    loss: Choice, head: Choice, backward: Any, layout: Any, model: Choice, adapter: Choice, limits: Limits
+) -> Found:
     assert loss.requires <= REQUIREMENTS, f"loss {loss.label} requires {set(loss.requires - REQUIREMENTS)}"
     ready = prepared(model, adapter, head if hasattr(head.value, "attach") else None)
     assert ready is not None, f"adapter {adapter.label} refuses model {model.label}"
@@ -373,3 +383,190 @@ def test_every_combination_of_what_is_registered(combination):
 @pytest.mark.parametrize("combination", every_pair(INSTALLED), ids=str)
 def test_every_pair_of_options_models_and_adapters(combination):
     check(combination)
+
+
+# Plugins of others
+
+
+@frozen
+class Hinge:
+    """Hinge on the mean log-probabilities, with a margin that has no default."""
+
+    requires: ClassVar = frozenset({"pairs", "ref_logprobs"})
+    gamma: float = option(help="wanted margin")
+
+    @classmethod
+    def examples(cls):
+        return [cls(gamma=0.5), cls(gamma=5.0)]
+
+    def __call__(self, scores, batch):
+        mean = batch.mean(scores.logprobs - batch.ref_logprobs)  # [C]
+        loss = mx.maximum(0.0, self.gamma - mean[batch.pairs[:, 0]] + mean[batch.pairs[:, 1]])  # [N]
+        return LossOutput({"hinge": (loss.sum(), loss.size)})
+
+
+@frozen
+class Ranking:
+    """Chosen above rejected, by a value."""
+
+    requires: ClassVar = frozenset({"pairs", "values"})
+
+    def __call__(self, scores, batch):
+        last = batch.last(scores.values)
+        loss = mx.logaddexp(0.0, last[batch.pairs[:, 1]] - last[batch.pairs[:, 0]])
+        return LossOutput({"rank": (loss.sum(), loss.size)})
+
+
+@frozen
+class Value:
+    """One number a token, by weights of its own."""
+
+    provides: ClassVar = frozenset({"values"})
+
+    def attach(self, model, seed):
+        part = Part("")
+        part.value_head = nn.Linear(model.config["hidden_size"], 1, bias=False)
+        model.parts.append(part)
+        model.invalidate()
+        return {"value_head.weight": mx.full(part.value_head.weight.shape, 0.1)}
+
+    def output_for(self, model):
+        return Output(model.named_parameters()["value_head.weight"], "value_head.weight")
+
+    def score(self, hidden, targets, output, *, grad=False, entropy=False, traced=False):
+        values = (hidden @ output.weight.T)[:, 0]
+        unit = mx.broadcast_to(output.weight, hidden.shape) if grad else None
+        return TokenLogprobs(mx.zeros_like(values), lse=mx.zeros_like(values), values=values, dhidden=unit)
+
+    def output_gradients(self, hidden, targets, output, dlogprobs, lse, *, traced=False):
+        return {"value_head.weight": (dlogprobs[:, None] * hidden).sum(axis=0, keepdims=True)}
+
+
+@frozen
+class LastFirst:
+    """Separate rows, groups in the other order."""
+
+    style: Literal["plain", "fancy"] = "plain"
+
+    def __call__(self, groups, limits, /, *, prompt_targets=False):
+        return micro_batches(groups[::-1], limits, partial(separate_rows, prompt_targets=prompt_targets))
+
+
+@frozen
+class Other:
+    """A family of its own."""
+
+    examples: ClassVar = (TINY | {"model_type": "other", "num_hidden_layers": 1},)
+
+    def handles(self, config, /):
+        return config["model_type"] == "other"
+
+    def build(self, config, /):
+        return Llama(config | {"model_type": "llama"})
+
+
+def with_plugins(*registered: tuple[str, str, type]) -> Plugins:
+    return load_plugins(entry_points=[*metadata.entry_points(group="mortice"), *(plugin(*r) for r in registered)])
+
+
+def test_a_plugin_joins_by_being_registered():
+    plugins = with_plugins(
+        ("loss", "hinge", Hinge), ("loss", "ranking", Ranking), ("head", "value", Value),
+        ("layout", "last-first", LastFirst), ("model", "other", Other),
+    )  # fmt: skip
+    product = {str(c) for c in full_product(plugins)}
+    assert {str(c) for c in full_product(INSTALLED)} < product
+    for mine in (
+        "test-plugins:hinge-example0|dense|full|test-plugins:last-first|llama|lora",
+        "test-plugins:ranking|test-plugins:value|segmented|prefix-shared|llama|lora",
+    ):
+        assert mine in product
+    assert not any("ranking|dense" in name or "hinge-example0|test-plugins:value" in name for name in product)
+
+    pairs = every_pair(plugins)
+    met = {frozenset((a.label, b.label)) for c in pairs for a, b in itertools.combinations(c.choices, 2)}
+    for one, other in (
+        ("test-plugins:hinge-example1", "llama-4bit"),
+        ("test-plugins:last-first(style=fancy)", "segmented(segment_size=1)"),
+        ("other-example0-4bit", "prefix-shared"),
+        ("test-plugins:value", "full"),
+    ):
+        assert frozenset((one, other)) in met
+    mine = [c for c in pairs if "test-plugins" in str(c) or "other-example" in str(c)]
+    for combination in mine[::3]:
+        check(combination)
+
+
+def test_every_pair_that_can_meet_meets():
+    kinds = [choices(INSTALLED, kind) for kind in ("loss", "head", "backward", "layout")]
+    kinds += [models(INSTALLED), adapters(INSTALLED)]
+    met = {frozenset(map(id, pair)) for c in every_pair(INSTALLED) for pair in itertools.combinations(c.choices, 2)}
+    for one, other in itertools.combinations(kinds, 2):
+        for a, b in itertools.product(one, other):
+            assert (frozenset((id(a), id(b))) in met) == go_together(a, b)
+
+
+def test_a_strategy_with_required_options_says_how_to_join():
+    @frozen
+    class Needy:
+        """Cannot be used by default."""
+
+        gamma: float = option(help="wanted margin")
+
+    with pytest.raises(
+        pytest.fail.Exception, match=r"'test-plugins:needy' has required options \(gamma\).*Needy.*`examples`"
+    ):
+        full_product(with_plugins(("loss", "needy", Needy)))
+
+    @frozen
+    class Stranger:
+        def handles(self, config, /):
+            return False
+
+    with pytest.raises(
+        pytest.fail.Exception, match=r"'test-plugins:stranger' handles none of llama, .*Stranger.*`examples`"
+    ):
+        models(with_plugins(("model", "stranger", Stranger)))
+
+
+def a_wrong_gradient():
+    def backward(model, params, contexts, objective):
+        result, gradients = Full()(model, params, contexts, objective)
+        first = next(name for name in gradients if name.endswith("layers.0.self_attn.k_proj.lora_a"))
+        return result, gradients | {first: gradients[first] * 1.001}
+
+    return {"backward": backward}
+
+
+def a_wrong_place():
+    """Every token one position too far, completions alone."""
+
+    def layout(groups, limits, /, *, prompt_targets=False):
+        return [
+            evolve(micro, rows=[
+                evolve(row, spans=[evolve(s, position=s.position + (s.parent is not None)) for s in row.spans])
+                for row in micro.rows
+            ])
+            for micro in Separate()(groups, limits, prompt_targets=prompt_targets)
+        ]  # fmt: skip
+
+    return {"layout": layout}
+
+
+def a_wrong_head():
+    @frozen
+    class Off(Dense):
+        def score(self, *args, **kwargs):
+            found = Dense.score(self, *args, **kwargs)
+            return evolve(found, logprobs=found.logprobs + 3e-5)
+
+    return {"head": Off()}
+
+
+@pytest.mark.parametrize("wrong", [a_wrong_gradient, a_wrong_place, a_wrong_head])
+def test_the_check_can_fail(wrong):
+    right = full_product(INSTALLED)[0]
+    check(right)
+    changed = {kind: Choice(kind, "wrong", value) for kind, value in wrong().items()}
+    with pytest.raises(AssertionError):
+        check(evolve(right, **changed))
