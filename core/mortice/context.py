@@ -188,7 +188,8 @@ class SpanContext(Context):
                 for (owner, key), value in zip(places, values):
                     owner[key] = value
                 self._part = part
-                out = module(x)
+                with activate(self):  # the recomputation comes after the forward has left its context
+                    out = module(x)
                 self._part = slice(None)
                 for (owner, key), value in zip(places, held):
                     owner[key] = value
