@@ -197,7 +197,8 @@ class SpanContext(Context):
             _put(places, values)
             self._part = part
             try:
-                return module(x)
+                with activate(self):  # a recomputation comes after the forward has left its context
+                    return module(x)
             finally:
                 self._part = slice(None)
                 _put(places, held)

@@ -209,7 +209,7 @@ class Objective:
             value = getattr(s, primary)
             zeros = mx.zeros_like(value)
             lse = zeros if s.lse is None else s.lse
-            return value, lse, zeros if s.entropy is None else s.entropy, s.dhidden
+            return value, lse, zeros if s.entropy is None else s.entropy, s.dhidden, s.logprobs
 
         @score.vjp
         def score_vjp(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, ...]:
@@ -224,8 +224,9 @@ class Objective:
         bound = output.parameters()
         found: Any = score(hidden, *(bound[name] for name in names))
         value, lse, entropy = found[0], mx.stop_gradient(found[1]), mx.stop_gradient(found[2])
-        scores = TokenLogprobs(value, lse=lse, entropy=entropy if self._entropy else None)
-        return evolve(scores, values=value) if primary == "values" else scores
+        logprobs = mx.stop_gradient(found[4])
+        scores = TokenLogprobs(logprobs, lse=lse, entropy=entropy if self._entropy else None)
+        return evolve(scores, **{primary: value})
 
     def _output(self) -> Output:
         own = getattr(self._head, "output_for", None)
