@@ -96,7 +96,7 @@ def _groups() -> list[Group]:
 
 
 GROUPS = _groups()
-LIMITS = Limits(groups=3, row_tokens=40)
+LIMITS = Limits(groups=3)
 
 
 @frozen(eq=False)
@@ -137,7 +137,7 @@ def variants(cls: type) -> Iterator[dict[str, Any]]:
             values = get_args(kind)
         elif kind is bool:
             values = (False, True)
-        elif kind is int or int in get_args(kind):
+        elif kind is int or (get_origin(kind) not in (tuple, list) and int in get_args(kind)):
             values = SMALL
         yield from ({name: value} for value in values if value != attribute.default)
 
@@ -331,8 +331,7 @@ def compute(
     made, params = ready
     engine = Engine(made, head.value, backward, layout, (WeightedLoss("loss", loss.value),), limits)
     tally, gradients = engine.gradients(params, GROUPS, Randomness(0, 0))
-    order = [group.id for micro in engine.arrange(GROUPS).micros for group in micro.groups]
-    logprobs = dict(zip(order, tally.logprobs, strict=True))
+    logprobs = dict(zip([group.id for group in GROUPS], tally.logprobs(GROUPS), strict=True))
     return Found(tally.loss, engine.evaluate(params, GROUPS).loss, logprobs, gradients)
 
 
