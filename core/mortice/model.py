@@ -13,6 +13,7 @@ layer 0). Loading, adapters, gradients and saving all speak these names.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any, TypeAlias
 
 import mlx.core as mx
@@ -88,6 +89,15 @@ class Model:
     @property
     def num_layers(self) -> int:
         return 1 + max((block.layer for block in self.blocks), default=-1)
+
+    def first_layers(self, count: int) -> Model:
+        """The same model, its weights shared, with its first layers only."""
+        small = copy(self)
+        small.invalidate()
+        small.blocks = [block for block in self.blocks if block.layer < count]
+        left_out = {id(block) for block in self.blocks if block.layer >= count}
+        small.parts = [part for part in self.parts if id(part) not in left_out]
+        return small
 
     def parts_around(self) -> tuple[list[Part], list[Part]]:
         """The parts before the first block (embedding) and after the last (final norm, output)."""

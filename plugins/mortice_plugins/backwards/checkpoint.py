@@ -8,6 +8,7 @@ the carry between segments, as `segmented` does.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import mlx.core as mx
 from attrs import frozen
@@ -27,6 +28,12 @@ class Checkpoint:
     segment_size: int = option(
         2, help="blocks a segment; a decoder layer is two blocks (attention, MLP)", validator=ge(1)
     )
+
+    leaner: ClassVar = {"segment_size": (8, 4, 2, 1)}
+
+    @property
+    def stride(self) -> int:
+        return self.segment_size
 
     def __call__(
         self, model: Model, params: Params, contexts: Sequence[SpanContext], objective: Objective, /

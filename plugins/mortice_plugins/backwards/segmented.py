@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 from attrs import evolve, frozen
@@ -52,6 +52,12 @@ class Segmented:
         help="where MLX runs on the CPU, run attention and activations in numpy between the traces; false: in MLX, "
         "inside them",
     )
+
+    leaner: ClassVar = {"segment_size": (8, 4, 2, 1)}
+
+    @property
+    def stride(self) -> int | None:
+        return None if self.cuts else self.segment_size
 
     def segments(self, blocks: int) -> list[tuple[int, int]]:
         """(start, stop) of each segment of a model of so many blocks. Raises ConfigError for a cut beyond them."""
