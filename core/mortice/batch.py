@@ -172,6 +172,12 @@ class MicroBatch:
 
     groups: tuple[Group, ...] = field(converter=_tuple)
     rows: tuple[Row, ...] = field(converter=_tuple)
+    places: tuple[int, ...] = field(converter=_tuple)
+    """Which of the groups that the layout was given these are, for layouts that change their order."""
+
+    @places.default
+    def _in_order(self) -> tuple[int, ...]:
+        return tuple(range(len(self.groups)))
 
     def completions(self) -> Iterator[tuple[int, Group, int, Completion]]:
         """(index in the micro-batch, group, index in the group, completion), in the order of `owner`."""
@@ -191,9 +197,7 @@ class Limits:
     """What a layout must keep to."""
 
     groups: int = 1
-    """Groups in one micro-batch."""
-    row_tokens: int | None = None
-    """Tokens in one row, for layouts that put several groups in it."""
+    """Groups in one micro-batch, for layouts that do not go by tokens."""
 
 
 @frozen(eq=False)

@@ -10,13 +10,16 @@ inside one `value_and_grad`, where the head's own gradient stands as a custom vj
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from attrs import evolve, field, frozen
 
+from mortice import staging
 from mortice.batch import Batch, Gradients, LossOutput, MicroBatch, TokenLogprobs
+from mortice.linear import on_cpu
 from mortice.model import Model, Output
 from mortice.protocols import Head, Loss
 
@@ -283,7 +286,8 @@ def hidden_states(model: Model, contexts: Sequence[Any], *, blocks_at_once: int 
     for ctx in contexts:
         carry = model.begin(ctx, ctx.tokens)
         for start in range(0, len(model.blocks), blocks_at_once):
-            carry = model.run(carry, ctx, start, start + blocks_at_once)
+            with staging.eagerly() if on_cpu() else nullcontext():
+                carry = model.run(carry, ctx, start, start + blocks_at_once)
             mx.eval(carry)
         hiddens.append(model.finish(carry))
         mx.eval(hiddens[-1])

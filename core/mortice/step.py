@@ -122,12 +122,12 @@ class Engine:
         check_vocabulary(groups, self.model.output.vocab)
         self.model.read()
         self.model.bind(params)
-        out: list[list[tuple[float, ...]]] = []
+        found: dict[int, list[tuple[float, ...]]] = {}
         for micro in self.layout(groups, self.limits):
             objective = Objective(self.model, self.head, micro, temperature=self.temperature)
             result = objective(hidden_states(self.model, self.contexts(micro)), grad=False)
-            out += split_logprobs(micro, result)
-        return out
+            found |= zip(micro.places, split_logprobs(micro, result))
+        return [found[place] for place in range(len(groups))]
 
 
 @frozen(eq=False)
@@ -167,8 +167,12 @@ class Tally:
     metrics: dict[str, tuple[float, float]] = field(factory=dict)
     tokens: int = 0
     """Tokens that ran through the model."""
-    logprobs: list[list[tuple[float, ...]]] = field(factory=list)
-    """`[group][completion][token]`."""
+    _logprobs: dict[int, list[tuple[float, ...]]] = field(factory=dict)
+
+    @property
+    def logprobs(self) -> list[list[tuple[float, ...]]]:
+        """`[group][completion][token]`, in the order in which the groups were given."""
+        return [self._logprobs[place] for place in sorted(self._logprobs)]
 
     @classmethod
     def start(cls, losses: tuple[WeightedLoss, ...], counts: Counts) -> Tally:
@@ -187,7 +191,7 @@ class Tally:
         for name, (total, count) in result.metrics.items():
             old = self.metrics.get(name, (0.0, 0.0))
             self.metrics[name] = (old[0] + number(total), old[1] + number(count))
-        self.logprobs += split_logprobs(micro, result)
+        self._logprobs |= zip(micro.places, split_logprobs(micro, result))
 
     def values(self) -> dict[str, float]:
         """`loss`, each term's own mean and each metric. With several losses a term carries its loss's name."""
