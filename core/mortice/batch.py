@@ -168,16 +168,10 @@ class Row:
 
 @frozen(eq=False)
 class MicroBatch:
-    """The rows that together hold whole groups: a loss never sees part of a group."""
+    """The rows that together hold whole groups, as they were given: a loss never sees part of a group."""
 
     groups: tuple[Group, ...] = field(converter=_tuple)
     rows: tuple[Row, ...] = field(converter=_tuple)
-    places: tuple[int, ...] = field(converter=_tuple)
-    """Which of the groups that the layout was given these are, for layouts that change their order."""
-
-    @places.default
-    def _in_order(self) -> tuple[int, ...]:
-        return tuple(range(len(self.groups)))
 
     def completions(self) -> Iterator[tuple[int, Group, int, Completion]]:
         """(index in the micro-batch, group, index in the group, completion), in the order of `owner`."""

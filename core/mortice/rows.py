@@ -112,5 +112,5 @@ def micro_batches(
         for group in chunk:
             rows += rows_of(group, first)
             first += len(group.completions)
-        batches.append(MicroBatch(chunk, rows, range(start, start + len(chunk))))
+        batches.append(MicroBatch(chunk, rows))
     return batches

@@ -122,12 +122,12 @@ class Engine:
         check_vocabulary(groups, self.model.output.vocab)
         self.model.read()
         self.model.bind(params)
-        found: dict[int, list[tuple[float, ...]]] = {}
+        found: dict[int, list[tuple[float, ...]]] = {}  # by identity, since a layout may change the order
         for micro in self.layout(groups, self.limits):
             objective = Objective(self.model, self.head, micro, temperature=self.temperature)
             result = objective(hidden_states(self.model, self.contexts(micro)), grad=False)
-            found |= zip(micro.places, split_logprobs(micro, result))
-        return [found[place] for place in range(len(groups))]
+            found |= zip(map(id, micro.groups), split_logprobs(micro, result))
+        return [found[id(group)] for group in groups]
 
 
 @frozen(eq=False)
@@ -169,10 +169,9 @@ class Tally:
     """Tokens that ran through the model."""
     _logprobs: dict[int, list[tuple[float, ...]]] = field(factory=dict)
 
-    @property
-    def logprobs(self) -> list[list[tuple[float, ...]]]:
-        """`[group][completion][token]`, in the order in which the groups were given."""
-        return [self._logprobs[place] for place in sorted(self._logprobs)]
+    def logprobs(self, groups: Sequence[Group]) -> list[list[tuple[float, ...]]]:
+        """`[group][completion][token]` of the groups that were scored, in the order in which they are given here."""
+        return [self._logprobs[id(group)] for group in groups]
 
     @classmethod
     def start(cls, losses: tuple[WeightedLoss, ...], counts: Counts) -> Tally:
@@ -191,7 +190,7 @@ class Tally:
         for name, (total, count) in result.metrics.items():
             old = self.metrics.get(name, (0.0, 0.0))
             self.metrics[name] = (old[0] + number(total), old[1] + number(count))
-        self._logprobs |= zip(micro.places, split_logprobs(micro, result))
+        self._logprobs |= zip(map(id, micro.groups), split_logprobs(micro, result))
 
     def values(self) -> dict[str, float]:
         """`loss`, each term's own mean and each metric. With several losses a term carries its loss's name."""

@@ -29,7 +29,7 @@ class Packed:
 
     def __call__(self, groups: Sequence[Group], limits: Limits, /, *, prompt_targets: bool = False) -> list[MicroBatch]:
         bins = first_fit_decreasing([self._length(group) for group in groups], self.row_tokens)
-        return [self._micro([groups[i] for i in places], places, prompt_targets) for places in bins]
+        return [self._micro([groups[i] for i in places], prompt_targets) for places in bins]
 
     def _lay(self, group: Group) -> Callable[..., None]:
         return lay_shared if self.share_prefix and group.one_prompt else lay_separate
@@ -39,13 +39,13 @@ class Packed:
         self._lay(group)(builder, group, 0, prompt_targets=False)
         return builder.length
 
-    def _micro(self, groups: Sequence[Group], places: Sequence[int], prompt_targets: bool) -> MicroBatch:
+    def _micro(self, groups: Sequence[Group], prompt_targets: bool) -> MicroBatch:
         builder = RowBuilder()
         first = 0
         for group in groups:
             self._lay(group)(builder, group, first, prompt_targets=prompt_targets)
             first += len(group.completions)
-        return MicroBatch(groups, [builder.row()], places)
+        return MicroBatch(groups, [builder.row()])
 
 
 @define
