@@ -130,7 +130,8 @@ def prepare(config: RunConfig, notices: Notices | None = None) -> Prepared:
     known = getattr(source, "known", None)
     if known is not None:
         check_vocabulary(known(), model.output.vocab)
-    mx.eval(params)
+    for value in params.values():
+        mx.eval(value)  # one after the other: a weight that is cast to train is held in both types meanwhile
     return Prepared(
         config, pretrained, adapter, policy, source, engine, _total_steps(config, source), notices, signals,
         frozenset(head_params),

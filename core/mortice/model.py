@@ -68,6 +68,8 @@ class Model:
     """Of the activations: float32 on the CPU, the checkpoint's own on a GPU."""
     trainable: frozenset[tuple[int, Any]] = frozenset()
     """(id of module, attribute) of every parameter that trains."""
+    unread: bool = False
+    """Whether the weights are to be cast as they are read: see `read`."""
 
     def embed(self, tokens: mx.array, ctx: Context) -> Carry:
         """Token ids `[T]` to the first carry. Constants (per-layer inputs) go into `ctx.constants`."""
@@ -141,6 +143,17 @@ class Model:
         for name, value in params.items():
             owner, key = self._place(name)
             owner[key] = value
+
+    def read(self) -> None:
+        """Read weights that are cast on the way, one after the other.
+
+        A cast holds a tensor in both types, and a graph that needs many weights would hold many of them. Weights that
+        stay as they are stored need no such order: each is read when it is first computed with.
+        """
+        if self.unread:
+            for value in self.named_parameters().values():
+                mx.eval(value)
+            self.unread = False
 
     def invalidate(self) -> None:
         """Forget where parameters live; to be called after modules were replaced."""

@@ -85,6 +85,7 @@ class Engine:
         nothing is scored.
         """
         arranged = self.arrange(groups)
+        self.model.read()
         tally = Tally.start(self.losses, arranged.counts)
         total: Gradients = {}
         for micro, batch in zip(arranged.micros, arranged.batches):
@@ -103,8 +104,9 @@ class Engine:
 
     def evaluate(self, params: Params, groups: Sequence[Group], poll: Callable[[], None] = lambda: None) -> Tally:
         """The same loss and metrics over groups, without a gradient and without dropout; each row once."""
-        self.model.bind(params)
         arranged = self.arrange(groups)
+        self.model.read()
+        self.model.bind(params)
         tally = Tally.start(self.losses, arranged.counts)
         for micro, batch in zip(arranged.micros, arranged.batches):
             poll()
@@ -118,6 +120,7 @@ class Engine:
     def logprobs(self, params: Params, groups: Sequence[Group]) -> list[list[tuple[float, ...]]]:
         """Log-probability of every completion token, `[group][completion][token]`; NaN outside the loss mask."""
         check_vocabulary(groups, self.model.output.vocab)
+        self.model.read()
         self.model.bind(params)
         found: dict[int, list[tuple[float, ...]]] = {}  # by identity, since a layout may change the order
         for micro in self.layout(groups, self.limits):
