@@ -1,0 +1,153 @@
+"""mortice's side: one training step as a run makes it, timed, with its peak memory and its floating-point operations.
+
+A step is what the trainer does between two log lines: the reference's forward where the loss wants one, gradients, the
+optimizer. It leaves out clipping, since the peers do not clip, and logging.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from attrs import frozen
+
+from benchmarks import losses, pairs
+from benchmarks.flops import step_flops
+from benchmarks.memory import PeakMeter
+from mortice import blas, load
+from mortice.batch import Group
+from mortice.context import Randomness
+from mortice.model import Model
+from mortice.objective import WeightedLoss
+from mortice.plugins import Plugins
+from mortice.protocols import LiveOptimizer, Params
+from mortice.reference import Reference, reference_params
+from mortice.step import Engine
+
+
+@frozen
+class Strategies:
+    """What a step is made of: names as a run file has them, and options by kind."""
+
+    loss: str
+    head: str
+    backward: str
+    layout: str
+    options: Mapping[str, Mapping[str, Any]] = {}
+
+    def build(self, plugins: Plugins, kind: str, name: str) -> Any:
+        return plugins.get(kind, name).load()(**self.options.get(kind, {}))
+
+    def engine(self, plugins: Plugins, model: Model) -> Engine:
+        head, backward, layout, loss = (
+            self.build(plugins, kind, getattr(self, kind)) for kind in ("head", "backward", "layout", "loss")
+        )
+        return Engine(model, head, backward, layout, (WeightedLoss(self.loss, loss),))
+
+
+@frozen(eq=False)
+class Step:
+    """An optimizer step on groups; `params` go in and come out."""
+
+    engine: Engine
+    optimizer: LiveOptimizer
+    reference: Reference | None = None
+
+    def __call__(self, params: Params, groups: Sequence[Group], number: int) -> tuple[float, Params]:
+        """(loss, the parameters after it)."""
+        if self.reference is not None:
+            groups = self.reference.fill(groups)
+            self.engine.model.bind(params)
+        tally, gradients = self.engine.gradients(params, groups, Randomness(0, number))
+        params = self.optimizer.apply_gradients(gradients, params)
+        mx.eval(params, self.optimizer.state)
+        self.engine.model.bind(params)
+        return tally.loss, params
+
+
+def step_of(
+    strategies: Strategies, plugins: Plugins, model: Model, rank: int, scale: float, learning_rate: float
+) -> tuple[Step, Params]:
+    """A step with LoRA on every linear layer and AdamW, and the fresh adapter."""
+    adapter = plugins.get("adapter", "lora").load()(rank=rank, scale=scale)
+    params = adapter.attach(model, 0)
+    model.mark_trainable(params)
+    engine = strategies.engine(plugins, model)
+    reference = None
+    if "ref_logprobs" in engine.requires:
+        reference = Reference(engine, reference_params("base", adapter, model, params))
+    optimizer = plugins.get("optimizer", "adamw").load()(learning_rate=learning_rate).build()
+    optimizer.init(params)
+    mx.eval(params)
+    return Step(engine, optimizer, reference), params
+
+
+def timed_steps(step: Step, params: Params, batches: Sequence[Sequence[Group]], steps: int) -> dict[str, Any]:
+    """Seconds of `steps` steps on each batch behind one that does not count, and every loss."""
+    seconds: list[float] = []
+    found: list[float] = []
+    for groups in batches:
+        for turn in range(1 + steps):
+            start = time.perf_counter()
+            loss, params = step(params, groups, len(found))
+            if turn:
+                seconds.append(time.perf_counter() - start)
+            found.append(loss)
+    return {"seconds": sum(seconds) / len(seconds), "steps": seconds, "losses": found}
+
+
+def measure(
+    model: str, groups: Sequence[Sequence[Group]], strategies: Strategies, *, steps: int, rank: int, scale: float,
+    learning_rate: float, cache_limit: int,
+) -> dict[str, Any]:  # fmt: skip
+    """Seconds a step, losses, peak memory with the weights in it, floating-point operations and MLX's sgemm rate.
+
+    `groups` are the groups of each batch; each batch is stepped on by itself.
+    """
+    plugins = losses.plugins()
+    mx.set_cache_limit(cache_limit)
+    meter = PeakMeter()
+    network = load(model, plugins=plugins).model
+    named = network.named_parameters()
+    mx.eval(named)
+    weights = sum(value.nbytes for value in named.values())
+    step, params = step_of(strategies, plugins, network, rank, scale, learning_rate)
+    flops = [step_flops(step.engine, params, batch).total for batch in groups]
+    meter.restart()
+    found = timed_steps(step, params, groups, steps) | {"weights": weights, **meter.read()}
+    return found | {"flops": sum(flops) / len(flops), "sgemm": blas.measure(2048) * 1e9}
+
+
+def pair_step(
+    model: str, pairs_file: str, objective: str, backward: str, *, beta: float, **options: Any
+) -> dict[str, Any]:
+    """A step of `objective` (`orpo`, `dpo`, `sft`) on each pair of a file, prompts shared, head `flash-cce`."""
+    name, loss = {
+        "orpo": ("orpo", {"beta": beta, "sft_scope": "response"}),  # mlx-lm-lora's NLL is that of the answer
+        "dpo": ("benchmark-dpo", {"beta": beta}),
+        "sft": ("sft", {}),
+    }[objective]
+    batches = [[pair.group(objective)] for pair in pairs.read(Path(pairs_file))]
+    strategies = Strategies(name, "flash-cce", backward, "prefix-shared", {"loss": loss})
+    return measure(model, batches, strategies, **options)
+
+
+def group_step(
+    model: str, prompt: int, completions: int, length: int, vocab: int, layout: str, backward: str, **options: Any
+) -> dict[str, Any]:
+    """A policy-gradient step on one group of random token ids, advantages of both signs that sum to 0."""
+    strategies = Strategies("benchmark-policy-gradient", "flash-cce", backward, layout)
+    return measure(model, [[random_group(prompt, completions, length, vocab)]], strategies, **options)
+
+
+def random_group(prompt: int, completions: int, length: int, vocab: int) -> Group:
+    """One prompt of random ids with completions of random ids, each with an advantage."""
+    from mortice.batch import Completion
+
+    ids: Any = mx.random.randint(3, vocab, (prompt + completions * length,), key=mx.random.key(0)).tolist()
+    behind = [ids[prompt + k * length : prompt + (k + 1) * length] for k in range(completions)]
+    advantages = [2 * k / (completions - 1) - 1 for k in range(completions)]
+    return Group("group", ids[:prompt], [Completion(c, advantage=a) for c, a in zip(behind, advantages)])
