@@ -90,8 +90,7 @@ def measure(
         "seconds": sum(seconds) / len(seconds),
         "steps": seconds,
         "losses": losses,
-        "weights": weights,
-        **meter.read(),
+        **meter.read(weights),
         "versions": {name: metadata.version(name) for name in ("mlx", "mlx-lm", "mlx-lm-lora")},
     }
 
