@@ -36,7 +36,8 @@ class Flops:
 
 def step_flops(engine: Engine, params: Params, groups: Sequence[Group]) -> Flops:
     """Of a step over `groups` with LoRA on linear layers alone; the reference's forward is not counted."""
-    rows = [row for micro in engine.arrange(groups).micros for row in micro.rows]
+    micros = engine.layout(groups, engine.limits, prompt_targets="prompt_logprobs" in engine.requires)
+    rows = [row for micro in micros for row in micro.rows]
     config = engine.model.config
     heads = config["num_attention_heads"]
     width = heads * (config.get("head_dim") or config["hidden_size"] // heads)

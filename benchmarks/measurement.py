@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,6 +32,13 @@ class Contender:
     arguments: Mapping[str, Any] = field(factory=dict)
     """JSON values, given on standard input."""
     python: str = sys.executable
+
+    @property
+    def digest(self) -> str:
+        """Stands for name, function and arguments: another size or another file is another measurement."""
+        return sha256(
+            json.dumps([self.name, self.function, dict(self.arguments)], sort_keys=True).encode()
+        ).hexdigest()[:12]
 
     def measure(self) -> dict[str, Any]:
         """What the function returns, from a process of its own. A failure is `{"failed": last line of its errors}`."""
@@ -53,6 +61,8 @@ class Measurement:
     section: str
     cell: Mapping[str, Any]
     contender: str
+    digest: str
+    """Of the contender."""
     repeat: int
     values: Mapping[str, Any]
 
@@ -60,13 +70,11 @@ class Measurement:
     def failed(self) -> str | None:
         return self.values.get("failed")
 
-    def about(self, section: str, cell: Mapping[str, Any], contender: str, repeat: int) -> bool:
-        return (self.section, self.cell, self.contender, self.repeat) == (section, cell, contender, repeat)
-
 
 @define
 class Journal:
-    """Every measurement of a run, one JSON line each. With `resume`, those of an earlier run are taken over."""
+    """Every measurement of a run, one JSON line each. With `resume`, those of an earlier run that did not fail are
+    taken over."""
 
     file: Path
     resume: bool = False
@@ -75,7 +83,8 @@ class Journal:
     def __attrs_post_init__(self) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         if self.resume and self.file.exists():
-            self.found = [Measurement(**json.loads(line)) for line in self.file.read_text().splitlines()]
+            found = [Measurement(**json.loads(line)) for line in self.file.read_text().splitlines()]
+            self.found = [m for m in found if not m.failed]
         else:
             self.file.write_text("")
 
@@ -84,10 +93,12 @@ class Journal:
         with self.file.open("a") as out:
             out.write(json.dumps(asdict(measurement)) + "\n")
 
-    def repeat(self, section: str, cell: Mapping[str, Any], names: Sequence[str], repeat: int) -> list[Measurement]:
-        """A repeat that was measured to its end before; empty where any contender is missing."""
-        held = [next((m for m in reversed(self.found) if m.about(section, cell, n, repeat)), None) for n in names]
-        return [m for m in held if m is not None] if all(held) else []
+    def round(
+        self, section: str, cell: Mapping[str, Any], contenders: Sequence[Contender], repeat: int
+    ) -> list[Measurement]:
+        """A round that was measured to its end before; empty where any contender is missing."""
+        held = {m.digest: m for m in self.found if (m.section, m.cell, m.repeat) == (section, cell, repeat)}
+        return [held[c.digest] for c in contenders] if all(c.digest in held for c in contenders) else []
 
 
 def interleaved(
@@ -98,13 +109,13 @@ def interleaved(
     found: list[Measurement] = []
     where = " ".join(f"{key} {value}" for key, value in cell.items())
     for repeat in range(repeats):
-        held = journal.repeat(section, cell, [c.name for c in contenders], repeat)
+        held = journal.round(section, cell, contenders, repeat)
         if held:
             found += held
             continue
         for contender in contenders:
             start = time.perf_counter()
-            measurement = Measurement(section, cell, contender.name, repeat, contender.measure())
+            measurement = Measurement(section, cell, contender.name, contender.digest, repeat, contender.measure())
             seconds = time.perf_counter() - start
             outcome = f"FAILED: {measurement.failed}" if measurement.failed else f"{seconds:.0f} s"
             say(f"{section}: {where}: {contender.name}, round {repeat + 1} of {repeats}: {outcome}")

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from importlib import metadata
+from itertools import pairwise
 from typing import Any
 
 
@@ -44,7 +45,8 @@ def measure(
     model: str, pairs: str, objective: str, steps: int, rank: int, scale: float, learning_rate: float, beta: float,
     cache_limit: int, blas: str | None, threading: str | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Seconds of each step but the first of a pair, losses, peak memory with the weights in it, versions."""
+    """Seconds of each step but the first of a pair, losses, tokens that one step on each pair scores, peak memory with
+    the weights in it, versions."""
     load_blas(blas, threading)
     import mlx.core as mx
 
@@ -73,6 +75,7 @@ def measure(
         def on_train_loss_report(self, info: dict[str, Any]) -> None:
             times.append(time.perf_counter())
             losses.append(info["train_loss"])
+            tokens.append(info["trained_tokens"])
 
     with tempfile.TemporaryDirectory() as scratch, open(pairs) as file:
         common = {
@@ -81,15 +84,19 @@ def measure(
         }  # fmt: skip
         seconds: list[float] = []
         losses: list[float] = []
+        scored = 0
         meter.restart()
         for pair in json.load(file):
             times: list[float] = []
+            tokens: list[int] = []  # so far, of this pair
             _train(objective, network, reference, optimizer, pair, beta, common, Reports())
-            seconds += [after - before for before, after in zip(times, times[1:])]
+            scored += int(tokens[0])
+            seconds += [after - before for before, after in pairwise(times)]
     return {
         "seconds": sum(seconds) / len(seconds),
         "steps": seconds,
         "losses": losses,
+        "scored": scored,
         **meter.read(weights),
         "versions": {name: metadata.version(name) for name in ("mlx", "mlx-lm", "mlx-lm-lora")},
     }

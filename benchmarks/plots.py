@@ -6,7 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import groups, steps
 from benchmarks.report import Report, Table
+
+AGAINST = {*steps.PEERS.values(), groups.PLAIN}
 
 
 def draw(report: Report, folder: Path) -> None:
@@ -33,11 +36,14 @@ def draw(report: Report, folder: Path) -> None:
 Panel = Callable[[Any], None]
 
 
-def _bars(rows: Sequence[Any], labels: Sequence[str], column: str, title: str) -> Panel:
+def _bars(rows: Sequence[Any], labels: tuple[str, str], column: str, title: str) -> Panel:
+    """Bars, grey for what the others are compared with."""
+
     def panel(axes: Any) -> None:
         held = [row for row in rows if row[column] is not None]
-        names = [" · ".join(str(row[label]) for label in labels) for row in held]
-        axes.barh(names, [row[column] for row in held], color=["0.6" if "mortice" not in n else "C0" for n in names])
+        names = [f"{row[labels[0]]} · {row[labels[1]]}" for row in held]
+        colors = ["0.6" if row[labels[1]] in AGAINST else "C0" for row in held]
+        axes.barh(names, [row[column] for row in held], color=colors)
         axes.invert_yaxis()
         axes.set_title(title)
 
@@ -93,7 +99,7 @@ def _slopes(report: Report) -> list[Panel]:
 
 
 def _rate(report: Report) -> list[Panel]:
-    return [_bars(report.tables[-1].rows, ("side",), "GFLOP/s", "GFLOP/s of an ORPO step")]
+    return [_bars(report.tables[-1].rows, ("objective", "side"), "GFLOP/s", "GFLOP/s")]
 
 
 PANELS: dict[str, Callable[[Report], list[Panel]]] = {

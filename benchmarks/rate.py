@@ -6,7 +6,7 @@ from typing import Any
 
 from attrs import evolve
 
-from benchmarks import pairs, steps
+from benchmarks import steps
 from benchmarks.measurement import Measurement, Spread, ratio, value
 from benchmarks.report import Report, Table
 from benchmarks.settings import Settings
@@ -16,21 +16,18 @@ def run(settings: Settings) -> Report:
     report = Report(
         "rate",
         "How much of the machine a step uses",
-        "The products of an ORPO step, counted (linear layers, LoRA, causal attention, head, and a second forward where "
-        "the backward makes one), divided by its seconds; against MLX's rate for float32 products of 2,048 × 2,048 in "
-        "the same process, the best of three behind the step.",
-        {"pairs": 1 if settings.quick else 3, **steps.RECIPE},
+        "The products of an ORPO step, counted (linear layers, LoRA, causal attention, head, and a second forward "
+        "where the backward makes one), divided by its seconds; against MLX's rate for float32 products of 2,048 × "
+        "2,048 in the same process, the best of three behind the step.",
+        {"pairs": steps.count(settings), **steps.RECIPE, "dtype": "float32"},
     )
     if settings.model is None or settings.pairs is None:
         report.notes.append("Left out: it needs --model and --pairs.")
         return report
-    file = (settings.out / "pairs.json").absolute()
-    pairs.write(pairs.select_from(settings.pairs, settings.model, 1 if settings.quick else 3), file)
-    contenders = steps.ours(settings, "orpo", str(file))
-    report.measurements = [
-        _with_rate(m) for m in settings.measure("rate", {"objective": "orpo"}, contenders)
-    ]
-    report.tables.append(Table("ORPO", [_row(c.name, report.measurements) for c in contenders]))
+    file, _ = steps.chosen_pairs(settings)
+    contenders = steps.ours(settings, "orpo", file)
+    report.measurements = [_with_rate(m) for m in settings.measure("rate", {"objective": "orpo"}, contenders)]
+    report.tables.append(Table("Steps", [_row(c.name, report.measurements) for c in contenders]))
     return report
 
 
@@ -46,6 +43,7 @@ def _row(name: str, found: list[Measurement]) -> dict[str, Any]:
 
     fraction: Spread | None = ratio(found, name, name, "reached", to_name="sgemm")
     return {
+        "objective": "orpo",
         "side": name,
         "s a step": value(found, name, "seconds"),
         "GFLOP a step": giga("flops"),

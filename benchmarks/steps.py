@@ -22,26 +22,38 @@ def run(settings: Settings) -> Report:
         "One pair (for SFT one answer) a step, LoRA on every linear layer, AdamW. The peers run their own trainers on "
         "the same token ids. Seconds: mean over the pairs, the first step on each left out; median over the rounds. "
         "Peak: the highest over all steps, weights included.",
-        {"pairs": 1 if settings.quick else 3, "timed steps a pair": 1, **RECIPE, "beta": BETA, "dtype": "float32"},
+        {"pairs": count(settings), "timed steps a pair": 1, **RECIPE, "beta": BETA, "dtype": "float32"},
     )
     if settings.model is None or settings.pairs is None:
         report.notes.append("Left out: it needs --model and --pairs.")
         return report
     if settings.peers is None:
         report.notes.append("The peers' rows are left out: no --peers PYTHON was given.")
-    chosen = pairs.select_from(settings.pairs, settings.model, 1 if settings.quick else 3)
-    file = (settings.out / "pairs.json").absolute()
-    pairs.write(chosen, file)
+    file, chosen = chosen_pairs(settings)
     report.tables.append(Table("The pairs, in tokens", [pair.lengths() for pair in chosen]))
 
     rows: list[dict[str, Any]] = []
     for objective in PEERS:
-        contenders = [*peers(settings, objective, str(file)), *ours(settings, objective, str(file))]
+        contenders = [*peers(settings, objective, file), *ours(settings, objective, file)]
         found = settings.measure("steps", {"objective": objective}, contenders)
         report.measurements += found
         rows += [_row(objective, c.name, found) for c in contenders]
     report.tables.append(Table("Steps", rows))
     return report
+
+
+def count(settings: Settings) -> int:
+    """Pairs that are trained on."""
+    return 1 if settings.quick else 3
+
+
+def chosen_pairs(settings: Settings) -> tuple[str, list[pairs.Pair]]:
+    """The pairs, and the file that both sides read them from."""
+    assert settings.model is not None and settings.pairs is not None
+    chosen = pairs.select_from(settings.pairs, settings.model, count(settings))
+    file = (settings.out / f"pairs-{len(chosen)}.json").absolute()
+    pairs.write(chosen, file)
+    return str(file), chosen
 
 
 def ours(settings: Settings, objective: str, file: str) -> list[Contender]:
@@ -84,5 +96,6 @@ def _row(objective: str, name: str, found: list[Measurement]) -> dict[str, Any]:
         "MLX's peak MiB": mib(value(found, name, "peak_mlx")),
         "time, peer / it": None if name == peer else ratio(found, peer, name, "seconds"),
         "memory above the weights, peer / it": None if name == peer else ratio(found, peer, name, "above"),
+        "tokens scored": mine[0].values["scored"] if mine else None,
         "first loss": mine[0].values["losses"][0] if mine else None,
     }

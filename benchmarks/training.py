@@ -113,10 +113,8 @@ def timed_steps(step: Step, params: Params, batches: Sequence[Sequence[Group]], 
 def measure(
     build: Callable[[Plugins], Model], batches: Sequence[Sequence[Group]], strategies: Strategies, recipe: Recipe
 ) -> dict[str, Any]:
-    """Seconds a step, losses, peak memory with the weights in it, floating-point operations and MLX's sgemm rate.
-
-    Each batch is stepped on by itself.
-    """
+    """Seconds a step, losses, tokens that one step on each batch scores, peak memory with the weights in it,
+    floating-point operations of a step and MLX's sgemm rate. Each batch is stepped on by itself."""
     plugins = losses.plugins()
     for strategy in plugins.registry.all():
         strategy.load()  # modules belong to the process, not to the step
@@ -130,6 +128,7 @@ def measure(
     flops = [step_flops(step.engine, params, batch).total for batch in batches]
     meter.restart()
     found = timed_steps(step, params, batches, recipe.steps) | meter.read(weights)
+    found["scored"] = sum(group.scored_tokens for batch in batches for group in batch)
     return found | {"flops": sum(flops) / len(flops), "sgemm": blas.measure(2048) * 1e9}
 
 
