@@ -16,6 +16,7 @@ from mortice.tokenizer import Tokenizer
 
 PROMPT = (500, 1000)
 """Tokens of a prompt, both ends included."""
+QUICK_PROMPT = (100, 200)
 ANSWER = 100
 """Tokens that the longer answer should be near."""
 
@@ -47,12 +48,12 @@ class Pair:
         }  # fmt: skip
 
 
-def select(groups: Iterable[Group], count: int) -> list[Pair]:
-    """The `count` pairs with prompts in range whose longer answer is nearest to `ANSWER` tokens; ties in file order.
+def select(groups: Iterable[Group], count: int, prompt: tuple[int, int] = PROMPT) -> list[Pair]:
+    """The `count` pairs with prompts of `prompt` tokens whose longer answer is nearest to `ANSWER` tokens; ties in file order.
 
     Raises ValueError where there are fewer.
     """
-    low, high = PROMPT
+    low, high = prompt
     fit = [g for g in groups if g.pairs and g.one_prompt and low <= len(g.prompt_ids) <= high]
     fit.sort(key=lambda g: abs(max(len(c.ids) for c in g.completions) - ANSWER))
     if len(fit) < count:
@@ -66,14 +67,14 @@ def _pair(group: Group) -> Pair:
     return Pair(group.id, list(group.prompt_ids), *answers)
 
 
-def select_from(file: Path, model: Path, count: int) -> list[Pair]:
+def select_from(file: Path, model: Path, count: int, prompt: tuple[int, int] = PROMPT) -> list[Pair]:
     """`select` from a preference file, tokenized as mortice trains on it, nothing cut."""
     from benchmarks.losses import plugins
 
     form = plugins().get("data", "preference").load()()
     options = DataOptions(format="preference", max_length=10**9)
     groups, _ = load_groups(file, form, Tokenizer.load(model), options, name="preference")
-    return select(groups, count)
+    return select(groups, count, prompt)
 
 
 def write(pairs: Sequence[Pair], file: Path) -> None:

@@ -50,7 +50,8 @@ def count(settings: Settings) -> int:
 def chosen_pairs(settings: Settings) -> tuple[str, list[pairs.Pair]]:
     """The pairs, and the file that both sides read them from."""
     assert settings.model is not None and settings.pairs is not None
-    chosen = pairs.select_from(settings.pairs, settings.model, count(settings))
+    prompt = pairs.QUICK_PROMPT if settings.quick else pairs.PROMPT
+    chosen = pairs.select_from(settings.pairs, settings.model, count(settings), prompt)
     file = (settings.out / f"pairs-{len(chosen)}.json").absolute()
     pairs.write(chosen, file)
     return str(file), chosen

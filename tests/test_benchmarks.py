@@ -223,7 +223,7 @@ def test_a_random_model_and_every_head_are_measured():
 
 
 def test_one_command_writes_tables_and_says_what_it_left_out(model, tmp_path, capsys):
-    records = [{"prompt": "p" * 600, "chosen": "c" * 50, "rejected": "r" * 99}]
+    records = [{"prompt": "p" * 150, "chosen": "c" * 50, "rejected": "r" * 99}]
     write_lines(tmp_path / "pairs.jsonl", records)
     common = [
         "--quick",
@@ -242,7 +242,7 @@ def test_one_command_writes_tables_and_says_what_it_left_out(model, tmp_path, ca
     assert "## How much of the machine a step uses" in results and results.index("## A step") < results.index("## How")
     found = json.loads((tmp_path / "out" / "steps.json").read_text())
     assert found["tables"][0]["rows"] == [
-        {"pair": "pairs.jsonl:1", "prompt": 600, "chosen": 51, "rejected": 100, "learned by sft": 100}
+        {"pair": "pairs.jsonl:1", "prompt": 150, "chosen": 51, "rejected": 100, "learned by sft": 100}
     ]
     rows = {(row["objective"], row["side"]): row for row in found["tables"][1]["rows"]}
     assert set(rows) >= {(o, f"mortice, {b}") for o in ("orpo", "dpo", "sft") for b in ("full", "segmented")}
@@ -255,7 +255,7 @@ def test_a_mistake_in_the_data_is_one_message(model, tmp_path, capsys):
     write_lines(tmp_path / "pairs.jsonl", [{"prompt": "short", "chosen": "a", "rejected": "b"}])
     arguments = ["--model", str(model), "--pairs", str(tmp_path / "pairs.jsonl"), "--out", str(tmp_path / "out")]
     assert main(["--only", "steps", "--quick", *arguments]) == 2
-    assert "1 pairs asked for, 0 have prompts of 500 to 1000 tokens" in capsys.readouterr().err
+    assert "1 pairs asked for, 0 have prompts of 100 to 200 tokens" in capsys.readouterr().err
 
 
 def test_sections_that_need_a_model_say_so(tmp_path, capsys):
