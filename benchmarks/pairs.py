@@ -49,9 +49,9 @@ class Pair:
 
 
 def select(groups: Iterable[Group], count: int, prompt: tuple[int, int] = PROMPT) -> list[Pair]:
-    """The `count` pairs with prompts of `prompt` tokens whose longer answer is nearest to `ANSWER` tokens; ties in file order.
+    """The `count` pairs with prompts of `prompt` tokens whose longer answer is nearest to `ANSWER` tokens.
 
-    Raises ValueError where there are fewer.
+    Ties go by the order of the file. Raises ValueError where there are fewer.
     """
     low, high = prompt
     fit = [g for g in groups if g.pairs and g.one_prompt and low <= len(g.prompt_ids) <= high]
