@@ -8,11 +8,13 @@ import pytest
 
 from mortice.model import Output
 from mortice.testing import HeadCase, HeadSuite, plain_scores
+from mortice_plugins.heads.chunked import Chunked
 from mortice_plugins.heads.dense import Dense
 from mortice_plugins.heads.flash_cce import FlashCCE
 
 HEADS = {
     "dense": Dense(),
+    "chunked": Chunked(chunk=7),
     "flash-numpy": FlashCCE(backend="numpy", token_tile=16, vocab_tile=24),
     "flash-mlx": FlashCCE(backend="mlx", token_tile=16, vocab_tile=24),
 }
@@ -22,6 +24,10 @@ every_mode = pytest.mark.parametrize("traced", [False, True], ids=["eager", "tra
 
 class TestDense(HeadSuite):
     head = HEADS["dense"]
+
+
+class TestChunked(HeadSuite):
+    head = HEADS["chunked"]
 
 
 class TestFlashNumpy(HeadSuite):

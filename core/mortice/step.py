@@ -119,12 +119,12 @@ class Engine:
         """Log-probability of every completion token, `[group][completion][token]`; NaN outside the loss mask."""
         check_vocabulary(groups, self.model.output.vocab)
         self.model.bind(params)
-        out: list[list[tuple[float, ...]]] = []
+        found: dict[int, list[tuple[float, ...]]] = {}  # by identity, since a layout may change the order
         for micro in self.layout(groups, self.limits):
             objective = Objective(self.model, self.head, micro, temperature=self.temperature)
             result = objective(hidden_states(self.model, self.contexts(micro)), grad=False)
-            out += split_logprobs(micro, result)
-        return out
+            found |= zip(map(id, micro.groups), split_logprobs(micro, result))
+        return [found[id(group)] for group in groups]
 
 
 @frozen(eq=False)
@@ -164,8 +164,11 @@ class Tally:
     metrics: dict[str, tuple[float, float]] = field(factory=dict)
     tokens: int = 0
     """Tokens that ran through the model."""
-    logprobs: list[list[tuple[float, ...]]] = field(factory=list)
-    """`[group][completion][token]`."""
+    _logprobs: dict[int, list[tuple[float, ...]]] = field(factory=dict)
+
+    def logprobs(self, groups: Sequence[Group]) -> list[list[tuple[float, ...]]]:
+        """`[group][completion][token]` of the groups that were scored, in the order in which they are given here."""
+        return [self._logprobs[id(group)] for group in groups]
 
     @classmethod
     def start(cls, losses: tuple[WeightedLoss, ...], counts: Counts) -> Tally:
@@ -184,7 +187,7 @@ class Tally:
         for name, (total, count) in result.metrics.items():
             old = self.metrics.get(name, (0.0, 0.0))
             self.metrics[name] = (old[0] + number(total), old[1] + number(count))
-        self.logprobs += split_logprobs(micro, result)
+        self._logprobs |= zip(map(id, micro.groups), split_logprobs(micro, result))
 
     def values(self) -> dict[str, float]:
         """`loss`, each term's own mean and each metric. With several losses a term carries its loss's name."""

@@ -7,17 +7,20 @@ transform `mx.eval` would keep every tile instead; a chain of dependencies holds
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import mlx.core as mx
+import numpy as np
 from attrs import evolve, frozen
 
 from mortice.batch import Gradients, TokenLogprobs
 from mortice.model import Output
+from mortice_plugins.heads.tiling import FILTER_BLOCK, LOG_HIGHEST, TileCost, spans, worth_gathering
 
 
 @frozen(eq=False)
-class _Running:
-    """What is known of a tile of tokens after some blocks of the vocabulary."""
+class Running:
+    """What is known of a tile of tokens after some blocks of the vocabulary; float32."""
 
     peak: mx.array
     """`[t]` maximum of the logits."""
@@ -26,52 +29,138 @@ class _Running:
     target: mx.array
     """`[t]` raw logit of the target."""
     spread: mx.array | None
-    """`[t]` Σ e^(z − peak) (z − peak)."""
-    expected: mx.array | None
-    """`[t, D]` Σ e^(z − peak) slope W."""
+    """`[t]` Σ e^(z − peak) (z − peak), where entropy is wanted."""
 
     @classmethod
-    def start(cls, count: int, width: int, *, grad: bool, entropy: bool) -> _Running:
+    def start(cls, count: int, *, entropy: bool) -> Running:
         zeros = mx.zeros((count,))
-        lowest = mx.full((count,), mx.finfo(mx.float32).min)
-        return cls(
-            lowest, zeros, zeros, zeros if entropy else None, mx.zeros((count, width)) if grad else None
-        )  # fmt: skip
+        return cls(mx.full((count,), mx.finfo(mx.float32).min), zeros, zeros, zeros if entropy else None)
 
     def arrays(self) -> list[mx.array]:
-        return [a for a in (self.peak, self.total, self.target, self.spread, self.expected) if a is not None]
+        return [a for a in (self.peak, self.total, self.target, self.spread) if a is not None]
 
-    def add(self, block: _Block, hidden: mx.array, targets: mx.array) -> _Running:
-        """The same after one more block."""
-        output = block.output
-        raw = block.project(hidden)  # [t, v]
-        z = output.finish(raw)
-        peak = mx.maximum(self.peak, z.max(axis=1))
-        shift = self.peak - peak
-        rescale = mx.exp(shift)
-        z = z - peak[:, None]
-        weights = mx.exp(z)
-        spread, expected = self.spread, self.expected
-        if spread is not None:
-            spread = rescale * (spread + shift * self.total) + (weights * z).sum(axis=1)
-        if expected is not None:
-            expected = rescale[:, None] * expected + block.pull(_sloped(weights, raw, output))
-        total = rescale * self.total + weights.sum(axis=1)
-        return _Running(peak, total, block.pick(raw, targets, self.target), spread, expected)
 
-    def scores(self, targets: mx.array, output: Output) -> TokenLogprobs:
+class Advance(Protocol):
+    """`advance`, or what agrees with it."""
+
+    def __call__(
+        self, raw: mx.array, place: mx.array, before: Running, output: Output, /
+    ) -> tuple[Running, mx.array, mx.array]: ...
+
+
+def advance(
+    raw: mx.array, place: mx.array, before: Running, output: Output
+) -> tuple[Running, mx.array, mx.array]:  # fmt: skip
+    """One more block: from its raw logits `[t, v]` and what was known before to what is known now.
+
+    `place [t]` is where in the block each target stands; outside of it for most. Gives also the weights
+    `[t, v]` e^(z − peak) · slope of the block's output rows, and the factor `[t]` that brings what was summed under the
+    old maximum to the new one. Everything between the two products of a tile is here.
+    """
+    z = output.finish(raw)
+    peak = mx.maximum(before.peak, z.max(axis=1))
+    shift = before.peak - peak
+    rescale = mx.exp(shift)
+    z = z - peak[:, None]
+    weights = mx.exp(z)
+    spread = before.spread
+    if spread is not None:
+        spread = rescale * (spread + shift * before.total) + (weights * z).sum(axis=1)
+    total = rescale * before.total + weights.sum(axis=1)
+    now = Running(peak, total, _pick(raw, place, before.target), spread)
+    return now, _sloped(weights, raw, output), rescale
+
+
+def _pick(raw: mx.array, place: mx.array, otherwise: mx.array) -> mx.array:
+    """The raw logits at `place`, `otherwise` where that is outside of the block."""
+    inside = (place >= 0) & (place < raw.shape[1])
+    place = mx.where(inside, place, 0)
+    return mx.where(inside, mx.take_along_axis(raw, place[:, None], axis=1).squeeze(1), otherwise)
+
+
+def _sloped(x: mx.array, raw: mx.array, output: Output) -> mx.array:
+    """x · slope, `[t, v]`; no array is made of a slope that is 1 everywhere."""
+    return x if output.softcap is None and output.temperature == 1.0 else x * output.slope(raw)
+
+
+class _Tokens:
+    """A tile of tokens on its way through the vocabulary."""
+
+    def __init__(
+        self, hidden: mx.array, targets: mx.array, output: Output, epilogue: Advance, *,
+        grad: bool, entropy: bool, eps: float,
+    ) -> None:  # fmt: skip
+        self._epilogue = epilogue
+        self._hidden, self._targets, self._eps = hidden, targets, eps
+        self._running = Running.start(len(targets), entropy=entropy)
+        self._expected = mx.zeros(hidden.shape) if grad else None  # [t, D] Σ e^(z − peak) slope W
+        self._filter = _Filter(hidden, targets, output, eps) if grad and eps else None
+
+    def add(self, block: _Block, barrier: Barrier) -> None:
+        raw = block.project(barrier.after(self._hidden))  # [t, v]
+        place = self._targets - block.start
+        self._running, weights, rescale = self._epilogue(raw, place, self._running, block.output)
+        left = self._running.arrays()
+        if self._expected is not None:
+            self._expected = rescale[:, None] * self._expected
+            if self._filter is None:
+                self._expected = self._expected + block.pull(weights)
+            else:
+                self._expected = self._filter.pull(block, weights, place, self._running, self._expected)
+            left.append(self._expected)
+        barrier.done(left)
+
+    def scores(self, output: Output) -> TokenLogprobs:
         """What all blocks together say."""
-        log_total = mx.log(self.total)
+        running = self._running
+        log_total = mx.log(running.total)
+        logprobs = (output.finish(running.target) - running.peak) - log_total
         dhidden = None
-        if self.expected is not None:
-            slope = output.slope(self.target)[:, None]
-            dhidden = slope * output.take(targets) - self.expected / self.total[:, None]
+        if self._expected is not None:
+            own = output.slope(running.target)
+            if self._filter is not None:
+                own = own * (1.0 - mx.where(mx.array(self._filter.missed), mx.exp(logprobs), 0.0))
+            dhidden = own[:, None] * output.take(self._targets) - self._expected / running.total[:, None]
         return TokenLogprobs(
-            (output.finish(self.target) - self.peak) - log_total,
-            lse=self.peak + log_total,
-            entropy=None if self.spread is None else log_total - self.spread / self.total,
+            logprobs,
+            lse=running.peak + log_total,
+            entropy=None if running.spread is None else log_total - running.spread / running.total,
             dhidden=dhidden,
         )
+
+
+class _Filter:
+    """Which tokens have anything to gain from a block of output rows, and the product for those alone. Eager only."""
+
+    def __init__(self, hidden: mx.array, targets: mx.array, output: Output, eps: float) -> None:
+        raw = (hidden.astype(mx.float32) * output.take(targets)).sum(axis=1)
+        self._target = output.finish(raw)  # [t] z_y, a lower bound of the normaliser that is known from the start
+        self._eps = eps / output.temperature  # weights carry 1/T
+        mx.eval(self._target)
+        self.missed = np.zeros(len(targets), bool)
+        """`[t]` whether the target's own row was left out with its block."""
+
+    def pull(
+        self, block: _Block, weights: mx.array, place: mx.array, running: Running, expected: mx.array
+    ) -> mx.array:  # fmt: skip
+        """`expected [t, D]` with `weights [t, v]` times the rows of the block, without what is not likely."""
+        least = mx.exp(mx.minimum(self._target - running.peak, LOG_HIGHEST))
+        floor = self._eps * mx.maximum(running.total, least)  # [t]
+        parts = list(spans(weights.shape[1], FILTER_BLOCK))
+        likely = mx.stack([weights[:, start:stop].max(axis=1) > floor for start, stop in parts])
+        mx.eval(weights, likely, expected, running.arrays())
+        where = np.asarray(place)
+        for (start, stop), kept in zip(parts, np.asarray(likely)):
+            rows = block.part(start, stop)
+            if not worth_gathering(np.count_nonzero(kept), len(kept)):
+                expected = expected + rows.pull(weights[:, start:stop])
+                continue
+            self.missed |= ~kept & (where >= start) & (where < stop)
+            if kept.any():
+                index = mx.array(np.flatnonzero(kept))
+                expected = expected.at[index].add(rows.pull(weights[index, start:stop]))
+            mx.eval(expected)
+        return expected
 
 
 @frozen(eq=False)
@@ -97,15 +186,13 @@ class _Block:
     def pull(self, g: mx.array) -> mx.array:
         return self.output.pull(g, self.start, self.stop) if self.rows is None else g @ self.rows
 
-    def pick(self, raw: mx.array, targets: mx.array, before: mx.array) -> mx.array:
-        """The raw logits of those targets that lie in the block, `before` for the others."""
-        place = targets - self.start
-        inside = (place >= 0) & (place < self.stop - self.start)
-        place = mx.where(inside, place, 0)
-        return mx.where(inside, mx.take_along_axis(raw, place[:, None], axis=1).squeeze(1), before)
+    def part(self, start: int, stop: int) -> _Block:
+        """Entries `start` to `stop` of the block."""
+        rows = None if self.rows is None else self.rows[start:stop]
+        return _Block(self.output, self.start + start, self.start + stop, rows)
 
 
-class _Barrier:
+class Barrier:
     """Keeps one tile alive at a time."""
 
     def __init__(self, *, traced: bool) -> None:
@@ -124,22 +211,25 @@ class _Barrier:
         return mx.depends(x, self._last) if self._last else x
 
 
+def cost(hidden: mx.array, output: Output, *, grad: bool, entropy: bool) -> TileCost:
+    """What a tile of `score` holds; MLX makes a new array of every step between the two products."""
+    return TileCost(hidden.shape[1], logits=4)
+
+
 def score(
     hidden: mx.array, targets: mx.array, output: Output, tile: tuple[int, int], *,
-    grad: bool, entropy: bool, traced: bool,
+    grad: bool, entropy: bool, eps: float = 0.0, traced: bool, epilogue: Advance = advance,
 ) -> TokenLogprobs:  # fmt: skip
     """Log-probabilities of `targets [M]` from `hidden [M, D]`, in tiles of (tokens, vocabulary)."""
-    count, width = hidden.shape
-    if not count:
-        return _nothing(width, grad=grad, entropy=entropy)
-    tiles = [(hidden[start:stop], targets[start:stop]) for start, stop in _spans(count, tile[0])]
-    barrier = _Barrier(traced=traced)
-    running = [_Running.start(len(y), width, grad=grad, entropy=entropy) for _, y in tiles]
+    barrier = Barrier(traced=traced)
+    tokens = [
+        _Tokens(hidden[start:stop], targets[start:stop], output, epilogue, grad=grad, entropy=entropy, eps=eps)
+        for start, stop in spans(hidden.shape[0], tile[0])
+    ]
     for block in _blocks(output, tile[1], barrier):
-        for i, (h, y) in enumerate(tiles):
-            running[i] = running[i].add(block, barrier.after(h), y)
-            barrier.done(running[i].arrays())
-    found = [r.scores(y, output) for r, (_, y) in zip(running, tiles)]
+        for some in tokens:
+            some.add(block, barrier)
+    found = [some.scores(output) for some in tokens]
 
     def joined(name: str) -> mx.array:
         return mx.concatenate([getattr(scores, name) for scores in found])
@@ -153,43 +243,31 @@ def score(
 
 
 def output_gradients(
-    hidden: mx.array, targets: mx.array, output: Output, dlogprobs: mx.array, lse: mx.array, tile: tuple[int, int], *,
-    traced: bool,
-) -> Gradients:  # fmt: skip
-    """Gradients of the output's parameters: `d loss / d raw logits` of each tile, handed to `output.accumulate`."""
-    gradients = {name: mx.zeros(value.shape) for name, value in output.parameters().items()}
-    tiles = list(_spans(hidden.shape[0], tile[0]))
-    barrier = _Barrier(traced=traced)
-    for block in _blocks(output, tile[1], barrier) if tiles else ():
+    hidden: mx.array, targets: mx.array, output: Output, dlogprobs: mx.array, lse: mx.array, tile: tuple[int, int],
+    into: Gradients, *, traced: bool,
+) -> None:  # fmt: skip
+    """Add the gradients of the output's parameters: `d loss / d raw logits` of each tile goes to `output.accumulate`."""
+    barrier = Barrier(traced=traced)
+    for block in _blocks(output, tile[1], barrier):
         places = mx.arange(block.start, block.stop)
-        for start, stop in tiles:
+        for start, stop in spans(hidden.shape[0], tile[0]):
             h = barrier.after(hidden[start:stop])
             raw = block.project(h)  # [t, v]
             p = mx.exp(output.finish(raw) - lse[start:stop, None])
             hit = targets[start:stop, None] == places
             g = _sloped(dlogprobs[start:stop, None] * (hit - p), raw, output)
-            output.accumulate(h, g, block.start, block.stop, gradients)
-            barrier.done(list(gradients.values()))
-    return gradients
+            output.accumulate(h, g, block.start, block.stop, into)
+            barrier.done(list(into.values()))
 
 
-def _sloped(x: mx.array, raw: mx.array, output: Output) -> mx.array:
-    """x · slope, `[t, v]`; no array is made of a slope that is 1 everywhere."""
-    return x if output.softcap is None and output.temperature == 1.0 else x * output.slope(raw)
-
-
-def _spans(count: int, size: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, count, size):
-        yield start, min(start + size, count)
-
-
-def _blocks(output: Output, size: int, barrier: _Barrier) -> Iterator[_Block]:
+def _blocks(output: Output, size: int, barrier: Barrier) -> Iterator[_Block]:
     """The blocks of the vocabulary; the float rows of each are made after the last tile of the one before."""
-    for start, stop in _spans(output.vocab, size):
+    for start, stop in spans(output.vocab, size):
         yield _Block.of(evolve(output, weight=barrier.after(output.weight)), start, stop)
 
 
-def _nothing(width: int, *, grad: bool, entropy: bool) -> TokenLogprobs:
+def nothing(width: int, *, grad: bool, entropy: bool) -> TokenLogprobs:
+    """The scores of no tokens, for which MLX has no reductions."""
     none = mx.zeros((0,))
     return TokenLogprobs(
         none, lse=none, entropy=none if entropy else None, dhidden=mx.zeros((0, width)) if grad else None

@@ -1,7 +1,8 @@
 """The tile loop of `flash-cce` in numpy, for MLX's CPU backend, whose `exp` and `tanh` are scalar.
 
-It works on zero-copy views of evaluated arrays, in two scratch tiles, and agrees with `mlx_tiles`. It cannot run inside
-a transform.
+It agrees with `mlx_tiles` and cannot run inside a transform. It reads zero-copy views of evaluated arrays and works in
+views of arrays that MLX has allocated, so that MLX's memory counters see all of it. Writing through such a view is safe
+here because the arrays are new, evaluated and held by nothing else; they become results only after the last write.
 """
 
 from __future__ import annotations
@@ -13,11 +14,18 @@ import numpy as np
 
 from mortice.batch import Gradients, TokenLogprobs
 from mortice.model import Output
+from mortice_plugins.heads.tiling import FILTER_BLOCK, LOG_HIGHEST, TileCost, spans, worth_gathering
+
+
+def cost(hidden: mx.array, output: Output, *, grad: bool, entropy: bool) -> TileCost:
+    """What a tile of `score` holds; a second `[t, v]` where weights and logits are wanted at the same time."""
+    return TileCost(hidden.shape[1], logits=2 if entropy or (grad and output.softcap is not None) else 1)
 
 
 def score(
-    hidden: mx.array, targets: mx.array, output: Output, tile: tuple[int, int], *, grad: bool, entropy: bool
-) -> TokenLogprobs:
+    hidden: mx.array, targets: mx.array, output: Output, tile: tuple[int, int], *,
+    grad: bool, entropy: bool, eps: float = 0.0,
+) -> TokenLogprobs:  # fmt: skip
     """Log-probabilities of `targets [M]` from `hidden [M, D]`, in tiles of (tokens, vocabulary)."""
     h, y = _floats(hidden), np.asarray(targets)  # [M, D], [M]
     count, width = h.shape
@@ -27,7 +35,9 @@ def score(
     total = np.zeros(count, np.float32)  # Σ e^(z − peak)
     target = np.zeros(count, np.float32)  # z_y
     spread = np.zeros(count, np.float32)  # Σ e^(z − peak) (z − peak)
-    expected = np.zeros((count, width), np.float32) if grad else None  # Σ e^(z − peak) (1 − tanh²) W
+    unit, expected = _zeros(count, width) if grad else (None, None)  # [M, D] Σ e^(z − peak) (1 − tanh²) W
+    product = _zeros(min(tile[0], count), width)[1] if grad else None  # [t, D]
+    likely = _Likely(h, targets, output, eps, tiles) if grad and eps else None
     for start, stop, rows in tiles.blocks():
         for at in tiles.tokens():
             z = tiles.logits(h[at], rows)  # [t, v]
@@ -45,29 +55,36 @@ def score(
                 if output.softcap is not None:
                     z += top[:, None]
                     weights *= _uncapped(z, output, out=z)
-                expected[at] *= rescale[:, None]
-                expected[at] += weights @ rows
+                if (rescale != 1.0).any():
+                    expected[at] *= rescale[:, None]
+                if likely is None:
+                    expected[at] += np.matmul(weights, rows, out=product[: len(weights)])
+                else:
+                    likely.pull(weights, rows, y[at] - start, at, top, total[at], into=expected[at])
 
     spread_mean = spread / total
     lse = peak + np.log(total)
     if expected is not None:
         expected /= -total[:, None]
         for at in tiles.tokens():
-            expected[at] += _uncapped(target[at, None], output) * np.asarray(output.take(targets[at]))
+            own = _uncapped(target[at, None], output)
+            if likely is not None:
+                own *= 1.0 - np.where(likely.missed[at], np.exp(target[at] - lse[at]), 0.0)[:, None]
+            expected[at] += own * np.asarray(output.take(targets[at]))
         expected /= output.temperature
     return TokenLogprobs(
         mx.array((target - peak) - np.log(total)),
         lse=mx.array(lse),
         entropy=mx.array(np.log(total) - spread_mean) if entropy else None,
-        dhidden=None if expected is None else mx.array(expected),
+        dhidden=unit,
     )
 
 
 def output_gradients(
-    hidden: mx.array, targets: mx.array, output: Output, dlogprobs: mx.array, lse: mx.array, tile: tuple[int, int]
-) -> Gradients:
-    """Gradients of the output's parameters: `d loss / d raw logits` of each tile, handed to `output.accumulate`."""
-    gradients = {name: mx.zeros(value.shape) for name, value in output.parameters().items()}
+    hidden: mx.array, targets: mx.array, output: Output, dlogprobs: mx.array, lse: mx.array, tile: tuple[int, int],
+    into: Gradients,
+) -> None:  # fmt: skip
+    """Add the gradients of the output's parameters: `d loss / d raw logits` of each tile goes to `output.accumulate`."""
     hidden = hidden.astype(mx.float32)
     h, y, d, norm = _floats(hidden), np.asarray(targets), _floats(dlogprobs), _floats(lse)
     tiles = _Tiles(output, tile, len(h))
@@ -83,9 +100,8 @@ def output_gradients(
             if slope is not None:
                 g *= slope
             g *= (d[at] / output.temperature)[:, None]
-            output.accumulate(hidden[at], mx.array(g), start, stop, gradients)
-            mx.eval(gradients)
-    return gradients
+            output.accumulate(hidden[at], tiles.shared(g), start, stop, into)
+            mx.eval(into)  # before the scratch that `g` lies in is written again
 
 
 class _Tiles:
@@ -95,18 +111,17 @@ class _Tiles:
         self._output, self._count = output, count
         self._token_tile, self._vocab_tile = tile
         size = min(self._token_tile, count) * min(self._vocab_tile, output.vocab)
-        self._logits = np.empty(size, np.float32)
+        self._array, self._logits = _zeros(size)
         self._other: np.ndarray | None = None
 
     def blocks(self) -> Iterator[tuple[int, int, np.ndarray]]:
-        """(start, stop, rows `[v, D]`) of each block of the vocabulary; none where there are no tokens."""
-        for start in range(0, self._output.vocab if self._count else 0, self._vocab_tile):
-            stop = min(start + self._vocab_tile, self._output.vocab)
+        """(start, stop, rows `[v, D]`) of each block of the vocabulary."""
+        for start, stop in spans(self._output.vocab, self._vocab_tile):
             yield start, stop, np.asarray(self._output.rows(start, stop))
 
     def tokens(self) -> Iterator[slice]:
-        for start in range(0, self._count, self._token_tile):
-            yield slice(start, min(start + self._token_tile, self._count))
+        for start, stop in spans(self._count, self._token_tile):
+            yield slice(start, stop)
 
     def logits(self, h: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Soft-capped, tempered logits `[t, v]`, in scratch."""
@@ -123,7 +138,7 @@ class _Tiles:
     def other(self, z: np.ndarray) -> np.ndarray:
         """Scratch of the same shape."""
         if self._other is None:
-            self._other = np.empty_like(self._logits)
+            self._other = _zeros(self._logits.size)[1]
         return self._other[: z.size].reshape(z.shape)
 
     def exp(self, z: np.ndarray, *, keep: bool) -> np.ndarray:
@@ -134,6 +149,41 @@ class _Tiles:
         """The logits of those targets `y [t]` that lie in the block."""
         hit = np.flatnonzero((y >= start) & (y < stop))
         into[hit] = z[hit, y[hit] - start]
+
+    def shared(self, z: np.ndarray) -> mx.array:
+        """The MLX array of what `logits` has put into scratch; not a copy."""
+        return self._array[: z.size].reshape(z.shape)
+
+
+class _Likely:
+    """Which tokens have anything to gain from a block of output rows, and the product for those alone."""
+
+    def __init__(self, h: np.ndarray, targets: mx.array, output: Output, eps: float, tiles: _Tiles) -> None:
+        self._eps = eps
+        self._target = np.zeros(len(h), np.float32)  # z_y, a lower bound of the normaliser that is known from the start
+        for at in tiles.tokens():
+            raw = np.einsum("td,td->t", h[at], np.asarray(output.take(targets[at])))
+            self._target[at] = np.asarray(output.finish(mx.array(raw)))
+        self.missed = np.zeros(len(h), bool)
+        """`[M]` whether the target's own row was left out with its block."""
+
+    def pull(
+        self, weights: np.ndarray, rows: np.ndarray, place: np.ndarray, at: slice, peak: np.ndarray, total: np.ndarray, *,
+        into: np.ndarray,
+    ) -> None:  # fmt: skip
+        """Add `weights [t, v] @ rows [v, D]` to the running sums `[t, D]`, without what is not likely."""
+        least = np.exp(np.minimum(self._target[at] - peak, LOG_HIGHEST))
+        floor = self._eps * np.maximum(total, least)  # [t]
+        missed = self.missed[at]
+        for start, stop in spans(len(rows), FILTER_BLOCK):
+            part = weights[:, start:stop]
+            kept = part.max(axis=1) > floor
+            if not worth_gathering(np.count_nonzero(kept), len(kept)):
+                into += part @ rows[start:stop]
+                continue
+            missed |= ~kept & (place >= start) & (place < stop)
+            if kept.any():
+                into[kept] += part[kept] @ rows[start:stop]
 
 
 def _uncapped(z: np.ndarray, output: Output, out: np.ndarray | None = None) -> np.ndarray:
@@ -148,3 +198,10 @@ def _uncapped(z: np.ndarray, output: Output, out: np.ndarray | None = None) -> n
 def _floats(x: mx.array) -> np.ndarray:
     """A float32 view; bfloat16 has no buffer protocol, so other types are cast first."""
     return np.asarray(x.astype(mx.float32))
+
+
+def _zeros(*shape: int) -> tuple[mx.array, np.ndarray]:
+    """An array of zeros that MLX has allocated, and a view to write through; the view keeps the array alive."""
+    array = mx.zeros(shape)
+    mx.eval(array)
+    return array, np.asarray(array)
