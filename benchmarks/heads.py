@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from mortice.model import Output
 
 PLAIN = "dense"
-TILE = (256, 8192)
-"""Tokens and vocabulary entries of a tile in the bare products: the defaults of `flash-cce`."""
 LIBRARIES = ("mlx", "numpy")
 """Which can multiply: numpy brings a BLAS of its own."""
 COPIES = 4
@@ -31,8 +29,8 @@ def run(settings: Settings) -> Report:
         "heads",
         "Heads",
         "One scoring of M tokens with its unit gradient. Peak: above the inputs. Time: of that call, behind one of 64 "
-        f"tokens and 1,024 entries. The two products are logits `x @ W.T` and `p @ W` in tiles of {TILE[0]} tokens and "
-        f"{TILE[1]:,} entries and nothing else, by MLX and by numpy.",
+        "tokens and 1,024 entries. The two products are logits `x @ W.T` and `p @ W` in the tiles that flash-cce "
+        "takes, and nothing else, by MLX and by numpy.",
         {"hidden size": width, "dtype": "float32"},
     )
     names = [s.name for s in settings.plugins.registry.all("head") if "values" not in getattr(s.load(), "provides", ())]
@@ -44,8 +42,9 @@ def run(settings: Settings) -> Report:
             if PLAIN not in heads:
                 report.notes.append(f"{PLAIN} at M {tokens:,}, V {vocab:,} is left out: about {needed / 1e9:.0f} GB.")
             shape = {"tokens": tokens, "vocab": vocab, "width": width}
+            scored = shape | {"cache_limit": settings.cache_limit}
             contenders = [
-                *(Contender(name, "benchmarks.heads:score", shape | {"head": name}) for name in heads),
+                *(Contender(name, "benchmarks.heads:score", scored | {"head": name}) for name in heads),
                 *(Contender(_products(l), "benchmarks.heads:products", shape | {"library": l}) for l in LIBRARIES),
             ]
             found = settings.measure("heads", {"M": tokens, "V": vocab}, contenders)
@@ -86,13 +85,14 @@ def _growth(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def score(head: str, tokens: int, vocab: int, width: int) -> dict[str, Any]:
+def score(head: str, tokens: int, vocab: int, width: int, cache_limit: int) -> dict[str, Any]:
     """Peak bytes above the inputs, and seconds, of one scoring with its unit gradient."""
     import mlx.core as mx
 
     from benchmarks.losses import plugins
     from benchmarks.memory import PeakMeter
 
+    mx.set_cache_limit(cache_limit)
     strategy = plugins().get("head", head).load()()
 
     def call(hidden: mx.array, targets: mx.array, output: Output) -> None:
@@ -109,12 +109,17 @@ def score(head: str, tokens: int, vocab: int, width: int) -> dict[str, Any]:
 
 def products(library: str, tokens: int, vocab: int, width: int) -> dict[str, Any]:
     """Seconds of the two products of every tile, by `mlx` or `numpy`."""
+    from mortice.sizes import parse_size
+    from mortice_plugins.heads.flash_cce import TILE_MEMORY
+    from mortice_plugins.heads.tiling import TileCost, choose_tile
+
     call = {"mlx": _mlx_products, "numpy": _numpy_products}[library]
-    call(*_inputs(64, 1024, width))
-    inputs = _inputs(tokens, vocab, width)
-    start = time.perf_counter()
-    call(*inputs)
-    return {"seconds": time.perf_counter() - start}
+    tile = choose_tile(parse_size(TILE_MEMORY), tokens, vocab, TileCost(width))
+    for hidden, _, output in (_inputs(64, 1024, width), _inputs(tokens, vocab, width)):
+        start = time.perf_counter()
+        call(hidden, output.weight, tile)
+        seconds = time.perf_counter() - start
+    return {"seconds": seconds, "tile": tile}
 
 
 def _inputs(tokens: int, vocab: int, width: int) -> tuple[mx.array, mx.array, Output]:
@@ -130,25 +135,23 @@ def _inputs(tokens: int, vocab: int, width: int) -> tuple[mx.array, mx.array, Ou
     return hidden, targets, output
 
 
-def _mlx_products(hidden: mx.array, _: mx.array, output: Output) -> None:
+def _mlx_products(hidden: mx.array, weight: mx.array, tile: tuple[int, int]) -> None:
     import mlx.core as mx
 
-    token_tile, vocab_tile = TILE
-    for start in range(0, output.vocab, vocab_tile):
-        rows = output.weight[start : start + vocab_tile]
-        for at in range(0, hidden.shape[0], token_tile):
-            mx.eval((hidden[at : at + token_tile] @ rows.T) @ rows)
+    for start in range(0, weight.shape[0], tile[1]):
+        rows = weight[start : start + tile[1]]
+        for at in range(0, hidden.shape[0], tile[0]):
+            mx.eval((hidden[at : at + tile[0]] @ rows.T) @ rows)
 
 
-def _numpy_products(hidden: mx.array, _: mx.array, output: Output) -> None:
+def _numpy_products(hidden: mx.array, weight: mx.array, tile: tuple[int, int]) -> None:
     import numpy as np
 
-    token_tile, vocab_tile = TILE
-    h, w = np.asarray(hidden), np.asarray(output.weight)
-    scratch = np.empty(token_tile * vocab_tile, np.float32)
-    for start in range(0, output.vocab, vocab_tile):
-        rows = w[start : start + vocab_tile]
-        for at in range(0, len(h), token_tile):
-            x = h[at : at + token_tile]
+    h, w = np.asarray(hidden), np.asarray(weight)
+    scratch, product = np.empty(tile[0] * tile[1], np.float32), np.empty((tile[0], h.shape[1]), np.float32)
+    for start in range(0, len(w), tile[1]):
+        rows = w[start : start + tile[1]]
+        for at in range(0, len(h), tile[0]):
+            x = h[at : at + tile[0]]
             logits = np.matmul(x, rows.T, out=scratch[: len(x) * len(rows)].reshape(len(x), len(rows)))
-            logits @ rows
+            np.matmul(logits, rows, out=product[: len(x)])

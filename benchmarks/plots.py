@@ -54,12 +54,14 @@ def _lines(table: Table, x: str, y: str, by: str, title: str, *, logarithmic: bo
     def panel(axes: Any) -> None:
         for name in dict.fromkeys(row[by] for row in table.rows):
             points = [(row[x], row[y]) for row in table.rows if row[by] == name and row[y] is not None]
-            axes.plot(*zip(*points), marker="o", label=name)
-        if logarithmic:
+            if points:
+                axes.plot(*zip(*points), marker="o", label=name)
+        if logarithmic and axes.lines:
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
         axes.set(xlabel=x, ylabel=y, title=title)
-        axes.legend()
+        if axes.lines:
+            axes.legend()
 
     return panel
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import math
+import sys
+from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
-from benchmarks import heads, peers, slopes, steps
+from benchmarks import heads, peers, plots, slopes, steps
 from benchmarks.__main__ import main
 from benchmarks.flops import attended, count
 from benchmarks.losses import plugins
@@ -170,26 +173,54 @@ def model(tmp_path_factory):
     return folder
 
 
-def test_every_objective_trains_the_same_with_every_backward(model, tmp_path):
-    write([Pair("a", [7, 8, 9] * 5, [1, 2, 3, 4], [5, 6]), Pair("b", [9] * 7, [1, 2], [3])], tmp_path / "p.json")
-    found = {}
-    for objective in steps.PEERS:
-        for backward in ("full", "segmented"):
-            arguments = {
-                "model": str(model), "pairs_file": str(tmp_path / "p.json"), "objective": objective,
-                "backward": backward, "beta": 0.1, "recipe": {"steps": 2, "learning_rate": 1e-3},
-            }  # fmt: skip
-            found[objective, backward] = Contender("x", "benchmarks.training:pair_step", arguments).measure()
-        assert found[objective, "full"]["losses"] == pytest.approx(found[objective, "segmented"]["losses"], abs=1e-4)
-    orpo, dpo = found["orpo", "full"], found["dpo", "segmented"]
-    assert dpo["losses"][0] == pytest.approx(math.log(2), abs=1e-6)  # the fresh adapter is the reference
-    assert dpo["losses"][2] < dpo["losses"][1] < dpo["losses"][0]
-    assert [len(orpo[key]) for key in ("losses", "steps")] == [6, 4]
-    assert (orpo["scored"], found["sft", "full"]["scored"]) == (4 + 2 + 2 + 1, 4 + 2)
-    assert orpo["weights"] == (model / "model.safetensors").stat().st_size - _header(model / "model.safetensors")
-    assert orpo["peak"] == max(orpo["peak_mlx"], orpo["peak_resident"])
-    assert orpo["above"] == orpo["peak"] - orpo["weights"] > 0
-    assert found["orpo", "segmented"]["flops"] > orpo["flops"] > 0 and orpo["sgemm"] > 0
+@pytest.fixture(scope="module")
+def steps_run(model, tmp_path_factory):
+    """What `python -m benchmarks --only steps rate --quick` leaves, and what it says."""
+    folder = tmp_path_factory.mktemp("run")
+    write_lines(folder / "pairs.jsonl", [{"prompt": "p" * 150, "chosen": "c" * 50, "rejected": "r" * 99}])
+    said = io.StringIO()
+    with redirect_stderr(said), redirect_stdout(io.StringIO()):
+        code = main(
+            ["--only", "steps", "rate", "--quick", "--model", str(model), "--pairs", str(folder / "pairs.jsonl"),
+             "--out", str(folder / "out")]
+        )  # fmt: skip
+    assert code == 0
+    return folder / "out", said.getvalue()
+
+
+def test_one_command_writes_tables_and_says_what_it_left_out(steps_run):
+    out, said = steps_run
+    assert "steps: objective orpo: mortice, segmented, round 1 of 1:" in said
+    results = (out / "results.md").read_text()
+    assert "The peers' rows are left out: no --peers PYTHON was given." in results
+    assert results.index("## A step on real pairs") < results.index("## How much of the machine a step uses")
+    found = json.loads((out / "steps.json").read_text())
+    assert found["tables"][0]["rows"] == [
+        {"pair": "pairs.jsonl:1", "prompt": 150, "chosen": 51, "rejected": 100, "learned by sft": 100}
+    ]
+    rows = {(row["objective"], row["side"]): row for row in found["tables"][1]["rows"]}
+    backwards = plugins().registry.names("backward")
+    assert set(rows) == {(objective, f"mortice, {b}") for objective in ("orpo", "dpo", "sft") for b in backwards}
+    assert rows["orpo", "mortice, full"]["tokens scored"] == 151
+    assert rows["orpo", "mortice, full"]["time, peer / it"] is None
+    assert found["machine"]["mlx"] and found["machine"]["processor"]
+    (rate, *_) = json.loads((out / "rate.json").read_text())["tables"][0]["rows"]
+    assert rate["fraction of sgemm"]["median"] == pytest.approx(rate["GFLOP/s"] / rate["sgemm GFLOP/s"])
+    assert rate["GFLOP/s"] == pytest.approx(rate["GFLOP a step"] / rate["s a step"])
+
+
+def test_every_objective_trains_the_same_with_every_backward(steps_run, model):
+    lines = map(json.loads, (steps_run[0] / "steps.jsonl").read_text().splitlines())
+    found = {(line["cell"]["objective"], line["contender"]): line["values"] for line in lines}
+    for (objective, _), values in found.items():
+        assert values["losses"] == pytest.approx(found[objective, "mortice, full"]["losses"], abs=1e-4)
+        assert values["losses"][1] < values["losses"][0]
+        assert values["peak"] == max(values["peak_mlx"], values["peak_resident"])
+        assert values["above"] == values["peak"] - values["weights"] > 0
+    full, segmented = found["orpo", "mortice, full"], found["orpo", "mortice, segmented"]
+    assert found["dpo", "mortice, full"]["losses"][0] == pytest.approx(math.log(2), abs=1e-5)  # no adapter yet
+    assert full["weights"] == (model / "model.safetensors").stat().st_size - _header(model / "model.safetensors")
+    assert segmented["flops"] > full["flops"] > 0
 
 
 def _header(file) -> int:
@@ -215,40 +246,13 @@ def test_a_random_model_and_every_head_are_measured():
     step = Contender("x", "benchmarks.training:random_step", arguments).measure()
     assert step["losses"][0] == pytest.approx(math.log(CONFIG["vocab_size"]), rel=0.5)
     for name in ("dense", "flash-cce"):
-        found = heads.score(name, 300, 20_000, 32)
+        found = heads.score(name, 300, 20_000, 32, 10**9)
         assert found["seconds"] > 0
         logits = 300 * 20_000 * 4
         assert (found["peak"] > logits) == (name == "dense")
-    assert all(heads.products(library, 300, 9000, 32)["seconds"] > 0 for library in heads.LIBRARIES)
-
-
-def test_one_command_writes_tables_and_says_what_it_left_out(model, tmp_path, capsys):
-    records = [{"prompt": "p" * 150, "chosen": "c" * 50, "rejected": "r" * 99}]
-    write_lines(tmp_path / "pairs.jsonl", records)
-    common = [
-        "--quick",
-        "--model",
-        str(model),
-        "--pairs",
-        str(tmp_path / "pairs.jsonl"),
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    assert main(["--only", "steps", "rate", *common]) == 0
-    out = capsys.readouterr()
-    assert "steps: objective orpo: mortice, segmented, round 1 of 1:" in out.err
-    results = (tmp_path / "out" / "results.md").read_text()
-    assert "The peers' rows are left out: no --peers PYTHON was given." in results
-    assert "## How much of the machine a step uses" in results and results.index("## A step") < results.index("## How")
-    found = json.loads((tmp_path / "out" / "steps.json").read_text())
-    assert found["tables"][0]["rows"] == [
-        {"pair": "pairs.jsonl:1", "prompt": 150, "chosen": 51, "rejected": 100, "learned by sft": 100}
-    ]
-    rows = {(row["objective"], row["side"]): row for row in found["tables"][1]["rows"]}
-    assert set(rows) >= {(o, f"mortice, {b}") for o in ("orpo", "dpo", "sft") for b in ("full", "segmented")}
-    assert rows["orpo", "mortice, full"]["tokens scored"] == 151
-    assert rows["orpo", "mortice, full"]["time, peer / it"] is None
-    assert found["machine"]["mlx"] and found["machine"]["processor"]
+    for library in heads.LIBRARIES:
+        found = heads.products(library, 3000, 9000, 32)
+        assert found["seconds"] > 0 and found["tile"][0] < 3000
 
 
 def test_a_mistake_in_the_data_is_one_message(model, tmp_path, capsys):
@@ -256,6 +260,24 @@ def test_a_mistake_in_the_data_is_one_message(model, tmp_path, capsys):
     arguments = ["--model", str(model), "--pairs", str(tmp_path / "pairs.jsonl"), "--out", str(tmp_path / "out")]
     assert main(["--only", "steps", "--quick", *arguments]) == 2
     assert "1 pairs asked for, 0 have prompts of 100 to 200 tokens" in capsys.readouterr().err
+
+
+def test_without_matplotlib_the_tables_are_written_and_it_is_said(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["--only", "groups", "--quick", "--out", str(tmp_path)]) == 0
+    assert "No picture: matplotlib is not installed" in (tmp_path / "results.md").read_text()
+    assert not (tmp_path / "groups.svg").exists()
+
+
+def test_pictures_of_rows(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [
+        {"M": 64, "V": v, "head": h, "peak MiB": 1.0 * v, "s": None} for v in (1, 2) for h in ("dense", "b")
+    ]  # times failed
+    report = Report("heads", "T", "w", {}, [Table("Heads", rows)], measurements=[measured("a", 0, s=1.0)])
+    plots.draw(report, tmp_path)
+    assert report.plots == ["heads.svg"] and "![T](heads.svg)" in report.markdown()
+    assert (tmp_path / "heads.svg").read_text().startswith("<?xml")
 
 
 def test_sections_that_need_a_model_say_so(tmp_path, capsys):
