@@ -55,12 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             cache_limit=int(args.cache_limit * 1e9),
             say=lambda line: print(line, file=sys.stderr, flush=True),
         )
+        machine = report.machine(LOADED)
         try:
             found = SECTIONS[name](settings)
         except (MorticeError, ValueError) as error:
             print(f"{name}: {error}", file=sys.stderr)
             return 2
-        found.machine = report.machine(LOADED, steps.versions(found.measurements))
+        versions = steps.versions(found.measurements)
+        found.machine = machine | {f"peers' {name}": version for name, version in versions.items()}
         found.settings = {**found.settings, "rounds": settings.repeats, "cache limit GB": args.cache_limit}
         try:
             plots.draw(found, args.out)

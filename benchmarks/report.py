@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -10,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from attrs import asdict, define, field, frozen
 
 from benchmarks.measurement import Measurement, Spread
@@ -95,8 +97,8 @@ def mib(value: float | None) -> float | None:
     return None if value is None else value / MIB
 
 
-def machine(blas: Blas, peers: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Processor, system and the version of everything that computes."""
+def machine(blas: Blas) -> dict[str, str]:
+    """Processor, system, the version of everything that computes, and how busy the machine is now."""
     found = {
         "processor": _processor(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -105,7 +107,9 @@ def machine(blas: Blas, peers: Mapping[str, str] | None = None) -> dict[str, str
         "date": datetime.now(UTC).date().isoformat(),
     }
     found |= {name: _version(name) for name in ("mortice", "mlx", "numpy")}
-    return found | {f"peers' {name}": version for name, version in (peers or {}).items()}
+    numpy_blas: Any = np.show_config(mode="dicts")
+    own = numpy_blas["Build Dependencies"]["blas"]
+    return found | {"numpy's BLAS": f"{own['name']} {own['version']}", "load before": f"{os.getloadavg()[0]:.1f}"}
 
 
 def _version(distribution: str) -> str:
@@ -116,8 +120,6 @@ def _version(distribution: str) -> str:
 
 
 def _processor() -> str:
-    import os
-
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
