@@ -1,8 +1,8 @@
 """What a run will need, measured on two small slices of it: peak memory by part, and seconds a step.
 
 A formula for every strategy, model and backend would be wrong for most of them. So the strategies of the run themselves
-go forward and backward once over its longest rows, on the first few layers of its model and on twice as many; what a
-layer adds is then known, and the rest of the layers is extrapolated. Weights, optimizer and gradients are counted from
+go forward and backward over its longest rows, on the first few layers of its model and on a few more; what a layer
+adds is then known, and the rest of the layers is extrapolated. Weights, optimizer and gradients are counted from
 their shapes. A model whose layers do not repeat is run whole.
 
 What this leaves out: what the allocator caches (`train.cache_limit`), Python's own memory, data held in RAM.
@@ -36,6 +36,10 @@ MEANING = {
     "kept": "what the layers leave behind for the backward",
     "working": "the largest of what runs at once: a segment, attention, a head tile",
 }
+
+STEADY, MORE = 6, 3
+"""Layers from which on another one adds what every other adds (with fewer, MLX orders a trace in other ways), and how
+many more of them are run to see how much that is."""
 
 
 @frozen
@@ -113,9 +117,10 @@ def estimate(
 ) -> Estimate:
     """Predict a run's peak and its time. Runs a few layers of the model; changes nothing."""
     model = engine.model
-    repeats = _repeats(engine, work)
     layers = model.num_layers
-    counts = (repeats, 2 * repeats) if 2 * repeats < layers else (layers,)
+    repeats = _repeats(engine, work)
+    few, more = (repeats * math.ceil(count / repeats) for count in (STEADY, MORE))
+    counts = (few, few + more) if few + more < layers else (layers,)
     probes = []
     for count in counts:
         tell(f"running {count} of {layers} layers")
@@ -123,8 +128,8 @@ def estimate(
 
     first, last = probes[0], probes[-1]
     gradients = sum(p.nbytes for p in params.values())
-    growth = (last.peak - first.peak) / repeats if len(probes) == 2 else 0.0
-    pace = (last.seconds - first.seconds) / repeats if len(probes) == 2 else 0.0
+    growth = (last.peak - first.peak) / more if len(probes) == 2 else 0.0
+    pace = (last.seconds - first.seconds) / more if len(probes) == 2 else 0.0
     beyond = layers - counts[0]
     # The peak is at the top of the backward, or at its end, when all gradients are there.
     extra = max(first.peak + growth * beyond, first.peak - first.gradients - growth * counts[0] + gradients)
