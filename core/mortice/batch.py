@@ -97,6 +97,11 @@ class Group:
         return all(c.prompt_ids is None or c.prompt_ids == self.prompt_ids for c in self.completions)
 
     @property
+    def tokens(self) -> int:
+        """Of the prompt, once, and all completions."""
+        return len(self.prompt_ids) + sum(len(c.ids) for c in self.completions)
+
+    @property
     def scored_tokens(self) -> int:
         return sum(sum(c.loss_mask) for c in self.completions)
 

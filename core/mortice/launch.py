@@ -7,17 +7,21 @@ trains of it, then the data, and only then are weights read and memory spent.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from mortice import blas
 from mortice.errors import ConfigError
+from mortice.sizes import readable
 
 if TYPE_CHECKING:
+    from mortice.batch import Group
+    from mortice.budget import Fitted
     from mortice.config import RunConfig
+    from mortice.planning import Estimate
     from mortice.pretrained import Pretrained
     from mortice.protocols import Adapter, LiveSource, Policy
     from mortice.step import Engine
@@ -31,6 +35,8 @@ class Notices:
     messages: list[str] = field(factory=list)
     counts: dict[str, int] = field(factory=dict)
     show: Any = None
+    progress: Callable[[str], None] = lambda _: None
+    """Takes what long work is at; not kept."""
 
     def __call__(self, message: str, /, *, count: tuple[str, int] | None = None) -> None:
         if count is not None:
@@ -56,10 +62,19 @@ class Prepared:
     signals: Signals
     head_params: frozenset[str] = frozenset()
     """Parameters that the head brought, not the adapter."""
+    fitted: Fitted | None = None
+    """What was changed for `[train] memory_limit`."""
 
     @property
     def trainable(self) -> int:
         return sum(value.size for value in self.policy.params.values())
+
+    def longest(self) -> Sequence[Group]:
+        """The longest groups of the data, enough for one step. Raises ConfigError where the source knows none yet."""
+        known = getattr(self.source, "known", None)
+        if known is None:
+            raise ConfigError("the source of this run does not know its groups beforehand: nothing can be measured")
+        return sorted(known(), key=lambda group: -group.tokens)[: self.config.train.batch_size]
 
     @property
     def parameters(self) -> int:
@@ -132,9 +147,40 @@ def prepare(config: RunConfig, notices: Notices | None = None) -> Prepared:
         check_vocabulary(known(), model.output.vocab)
     for value in params.values():
         mx.eval(value)  # one after the other: a weight that is cast to train is held in both types meanwhile
-    return Prepared(
+    ready = Prepared(
         config, pretrained, adapter, policy, source, engine, _total_steps(config, source), notices, signals,
         frozenset(head_params),
+    )  # fmt: skip
+    return ready if config.train.memory_limit is None else _within(ready, config.train.memory_limit)
+
+
+def _within(ready: Prepared, limit: str) -> Prepared:
+    """The same run with options that keep it within `[train] memory_limit`. Raises ConfigError where none do."""
+    from mortice.budget import Search, fit
+
+    notices = ready.notices
+    notices(f"finding out what fits {limit}")
+    search = Search(
+        ready.config, ready.pretrained.model, ready.policy.params, ready.longest(), make_engine, notices.progress
+    )
+    fitted = fit(search, limit)
+    for reason in fitted.reasons:
+        notices(f"memory_limit: {reason}")
+    notices(f"predicted peak: {readable(fitted.estimate.peak)} of {limit}")
+    engine = make_engine(fitted.config, ready.pretrained.model)
+    return evolve(ready, config=fitted.config, engine=engine, fitted=fitted)
+
+
+def plan(ready: Prepared) -> Estimate:
+    """What a prepared run will need: measured on a few layers of its model and the longest rows of its data."""
+    from mortice.planning import estimate, workload
+
+    if ready.fitted is not None:
+        return ready.fitted.estimate
+    config = ready.config
+    work = workload(ready.engine, ready.longest(), config.train.batch_size)
+    return estimate(
+        ready.engine, ready.policy.params, config.optimizer.build(), work, tell=ready.notices.progress
     )  # fmt: skip
 
 
@@ -196,7 +242,7 @@ def train(config: RunConfig, notices: Notices | None = None) -> Outcome:
     from mortice.trainer import Pace, Trainer
 
     prepared = prepare(config, notices)
-    notices = prepared.notices
+    config, notices = prepared.config, prepared.notices
     options, total = config.train, prepared.total_steps
     learning_rate = config.schedule.build(config.optimizer.learning_rate, total)
     engine, params = prepared.engine, prepared.policy.params
@@ -244,7 +290,10 @@ def train(config: RunConfig, notices: Notices | None = None) -> Outcome:
         )
         info = RunInfo(folder.path, total, prepared.trainable, prepared.parameters, config)
         shown, notices.show = notices.show, trainer.say
-        cache_limit = mx.set_cache_limit(cache_bytes(options.cache_limit))
+        cache = cache_bytes(options.cache_limit)
+        if prepared.fitted is not None and options.cache_limit is None:
+            cache = min(cache, prepared.fitted.spare)
+        cache_limit = mx.set_cache_limit(cache)
         try:
             return trainer.run(info)
         finally:

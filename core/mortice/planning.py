@@ -14,6 +14,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -84,16 +85,12 @@ class Workload:
 
 
 def workload(engine: Engine, groups: Sequence[Group], batch_size: int) -> Workload:
-    """The `batch_size` longest groups as one step. Per-token vectors that a run fills in later are filled with zeros."""
-    longest = sorted(groups, key=_length, reverse=True)[:batch_size]
+    """The `batch_size` longest groups as one step; per-token vectors that a run fills in later are zeros."""
+    longest = sorted(groups, key=lambda group: -group.tokens)[:batch_size]
     step = [_filled(group) for group in longest]
     micros = engine.layout(step, engine.limits, prompt_targets="prompt_logprobs" in engine.requires)
     largest = max(micros, key=lambda micro: micro.tokens)
     return Workload(tuple(step), largest.groups, len(micros), sum(micro.tokens for micro in micros))
-
-
-def _length(group: Group) -> int:
-    return len(group.prompt_ids) + sum(len(c.ids) for c in group.completions)
 
 
 def _filled(group: Group) -> Group:
@@ -230,7 +227,7 @@ def _own_parameters(block: Any) -> dict[str, mx.array]:
 
 
 def _repeats(engine: Engine, work: Workload) -> int:
-    """The smallest number of layers after which both the model and the backward's work repeat; all where they do not."""
+    """The fewest layers after which both the model and the backward's work repeat; all where they do not."""
     layers, _ = _signatures(engine, work)
     count = len(layers)
     period = next(
@@ -272,11 +269,17 @@ def _attention_memory(engine: Engine, work: Workload) -> int:
         seed = mx.zeros((row.length, q[0], v[1]), engine.model.dtype)
         mx.eval(arrays, seed)
 
-        def run(ctx: Any = ctx, arrays: Any = arrays, seed: Any = seed, scale: Any = scale, window: Any = window) -> None:
+        def run(
+            ctx: Any = ctx, arrays: Any = arrays, seed: Any = seed, scale: Any = scale, window: Any = window
+        ) -> None:
             mx.eval(mx.vjp(lambda *x: [ctx.attend(*x, scale=scale, window=window)], arrays, [seed])[1])
 
         peaks.append(_peak_of(run))
     return max(peaks)
+
+
+def _backward(attend: Callable[..., mx.array], arrays: list[mx.array], seed: mx.array) -> None:
+    mx.eval(mx.vjp(lambda *x: [attend(*x)], arrays, [seed])[1])
 
 
 def _peak_of(run: Callable[[], None]) -> int:
@@ -294,4 +297,3 @@ def machine_memory() -> int:
         if told:
             return int(told)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-

@@ -47,3 +47,9 @@ def parse_size(text: Any) -> int:
 def size(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     """Validator: a size that `parse_size` reads."""
     parse_size(value)
+
+
+def readable(size: float, space: str = " ") -> str:
+    """`1.31 GB`: three digits, in the unit in which they are most."""
+    unit = next((name for name in ("TB", "GB", "MB", "kB") if size >= UNITS[name]), "B")
+    return f"{size / UNITS[unit]:.3g}{space}{unit}"

@@ -6,12 +6,13 @@ Tables of strategies are the strategies' own classes. What this leaves out: read
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from attrs import frozen
 
 from mortice.hookspecs import HOOKS
 from mortice.options import and_, ge, gt, in_, le, option, optional
+from mortice.sizes import size
 
 
 @frozen
@@ -89,6 +90,15 @@ class TrainOptions:
         validator=optional(and_(ge(0), le(1e6))),
     )
 
+    memory_limit: str | None = option(
+        None,
+        help='most memory of the run, such as "16GB"; options that are left open are chosen so that it fits',
+        validator=optional(size),
+    )
+
+    leaner: ClassVar = {"micro_batch_size": (64, 32, 16, 8, 4, 2, 1)}
+    """Values of options, most memory first, among which `memory_limit` may choose."""
+
     def __attrs_post_init__(self) -> None:
         if self.steps is not None and self.epochs is not None:
             raise ValueError("steps and epochs both say how long to train; give one of them")
@@ -102,6 +112,8 @@ class ContextOptions:
         "auto", help='queries a chunk in full attention; 0 never, "auto": 128 on the CPU, else 0'
     )
     mlp_chunk: int = option(0, help="tokens a chunk in MLPs, recomputed in the backward; 0 for whole", validator=ge(0))
+
+    leaner: ClassVar = {"mlp_chunk": (0, 2048, 1024, 512, 256, 128), "attention_chunk": ("auto", 64, 32, 16)}
 
     @attention_chunk.validator
     def _auto_or_size(self, attribute: Any, value: Any) -> None:
