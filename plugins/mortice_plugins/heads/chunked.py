@@ -17,7 +17,7 @@ from attrs import evolve, frozen
 from mortice.batch import Gradients, TokenLogprobs
 from mortice.model import Output
 from mortice.options import ge, option
-from mortice_plugins.heads.mlx_tiles import Barrier, nothing
+from mortice_plugins.heads.mlx_tiles import Barrier, nothing, sloped
 from mortice_plugins.heads.tiling import spans
 
 ROWS = 8192
@@ -85,15 +85,16 @@ def _chunk_scores(
         scores.append(-(mx.exp(centred) * centred).sum(axis=1))
     if grad:
         barrier.done([*scores, raw])
-        scores.append(_pull(_dlogits(raw, targets, output, lse), output, barrier))
+        weights = sloped(mx.exp(logits - lse[:, None]), raw, output)  # [c, V]
+        own = output.slope(mx.take_along_axis(raw, targets[:, None], axis=1))  # [c, 1]
+        scores.append(own * output.take(targets) - _pull(weights, output, barrier))
     return scores
 
 
 def _dlogits(raw: mx.array, targets: mx.array, output: Output, lse: mx.array) -> mx.array:
     """d logprob / d raw logits, `[c, V]`."""
-    g = -mx.exp(output.finish(raw) - lse[:, None])
-    g = g.at[mx.arange(len(targets)), targets].add(1.0)
-    return g if output.softcap is None and output.temperature == 1.0 else g * output.slope(raw)
+    hit = targets[:, None] == mx.arange(output.vocab)
+    return sloped(hit - mx.exp(output.finish(raw) - lse[:, None]), raw, output)
 
 
 def _project(hidden: mx.array, output: Output, barrier: Barrier) -> mx.array:

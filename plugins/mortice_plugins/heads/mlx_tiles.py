@@ -59,7 +59,7 @@ def advance(
         spread = rescale * (spread + shift * before.total) + (weights * z).sum(axis=1)
     total = rescale * before.total + weights.sum(axis=1)
     now = Running(peak, total, _pick(raw, place, before.target), spread)
-    return now, _sloped(weights, raw, output), rescale
+    return now, sloped(weights, raw, output), rescale
 
 
 def _pick(raw: mx.array, place: mx.array, otherwise: mx.array) -> mx.array:
@@ -69,7 +69,7 @@ def _pick(raw: mx.array, place: mx.array, otherwise: mx.array) -> mx.array:
     return mx.where(inside, mx.take_along_axis(raw, place[:, None], axis=1).squeeze(1), otherwise)
 
 
-def _sloped(x: mx.array, raw: mx.array, output: Output) -> mx.array:
+def sloped(x: mx.array, raw: mx.array, output: Output) -> mx.array:
     """x · slope, `[t, v]`; no array is made of a slope that is 1 everywhere."""
     return x if output.softcap is None and output.temperature == 1.0 else x * output.slope(raw)
 
@@ -200,9 +200,10 @@ class Barrier:
         return mx.depends(x, self._last) if self._last else x
 
 
-def cost(hidden: mx.array, output: Output, *, grad: bool, entropy: bool) -> TileCost:
-    """What a tile of `score` holds; MLX makes a new array of every step between the two products."""
-    return TileCost(hidden.shape[1], logits=4)
+def cost(hidden: mx.array, output: Output, *, grad: bool, entropy: bool, traced: bool) -> TileCost:
+    """What a tile of `score` holds, as measured: inside a trace MLX allocates several steps ahead of what it runs."""
+    extras = int(entropy) + int(output.softcap is not None or output.temperature != 1.0)
+    return TileCost(hidden.shape[1], logits=6 + 3 * extras if traced else 2 + 2 * extras)
 
 
 def score(
@@ -235,7 +236,7 @@ def output_gradients(
     hidden: mx.array, targets: mx.array, output: Output, dlogprobs: mx.array, lse: mx.array, tile: tuple[int, int],
     into: Gradients, *, traced: bool,
 ) -> None:  # fmt: skip
-    """Add the gradients of the output's parameters: `d loss / d raw logits` of each tile goes to `output.accumulate`."""
+    """Add the gradients of the output's parameters: `output.accumulate` gets `d loss / d raw logits` of each tile."""
     barrier = Barrier(traced=traced)
     for block in _blocks(output, tile[1], barrier):
         places = mx.arange(block.start, block.stop)
@@ -244,7 +245,7 @@ def output_gradients(
             raw = block.project(h)  # [t, v]
             p = mx.exp(output.finish(raw) - lse[start:stop, None])
             hit = targets[start:stop, None] == places
-            g = _sloped(dlogprobs[start:stop, None] * (hit - p), raw, output)
+            g = sloped(dlogprobs[start:stop, None] * (hit - p), raw, output)
             output.accumulate(h, g, block.start, block.stop, into)
             barrier.done(list(into.values()))
 

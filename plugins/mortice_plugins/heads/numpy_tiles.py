@@ -17,7 +17,7 @@ from mortice.model import Output
 from mortice_plugins.heads.tiling import FILTER_BLOCK, LOG_HIGHEST, TileCost, spans, worth_gathering
 
 
-def cost(hidden: mx.array, output: Output, *, grad: bool, entropy: bool) -> TileCost:
+def cost(hidden: mx.array, output: Output, *, grad: bool, entropy: bool, traced: bool) -> TileCost:
     """What a tile of `score` holds; a second `[t, v]` where weights and logits are wanted at the same time."""
     return TileCost(hidden.shape[1], logits=2 if entropy or (grad and output.softcap is not None) else 1)
 
@@ -61,6 +61,7 @@ def score(
                     expected[at] += np.matmul(weights, rows, out=product[: len(weights)])
                 else:
                     likely.pull(weights, rows, y[at] - start, at, top, total[at], into=expected[at])
+        del rows  # before the floats of the next block are made
 
     spread_mean = spread / total
     lse = peak + np.log(total)
@@ -84,7 +85,7 @@ def output_gradients(
     hidden: mx.array, targets: mx.array, output: Output, dlogprobs: mx.array, lse: mx.array, tile: tuple[int, int],
     into: Gradients,
 ) -> None:  # fmt: skip
-    """Add the gradients of the output's parameters: `d loss / d raw logits` of each tile goes to `output.accumulate`."""
+    """Add the gradients of the output's parameters: `output.accumulate` gets `d loss / d raw logits` of each tile."""
     hidden = hidden.astype(mx.float32)
     h, y, d, norm = _floats(hidden), np.asarray(targets), _floats(dlogprobs), _floats(lse)
     tiles = _Tiles(output, tile, len(h))
@@ -102,6 +103,7 @@ def output_gradients(
             g *= (d[at] / output.temperature)[:, None]
             output.accumulate(hidden[at], tiles.shared(g), start, stop, into)
             mx.eval(into)  # before the scratch that `g` lies in is written again
+        del rows
 
 
 class _Tiles:
@@ -168,8 +170,8 @@ class _Likely:
         """`[M]` whether the target's own row was left out with its block."""
 
     def pull(
-        self, weights: np.ndarray, rows: np.ndarray, place: np.ndarray, at: slice, peak: np.ndarray, total: np.ndarray, *,
-        into: np.ndarray,
+        self, weights: np.ndarray, rows: np.ndarray, place: np.ndarray, at: slice, peak: np.ndarray,
+        total: np.ndarray, *, into: np.ndarray,
     ) -> None:  # fmt: skip
         """Add `weights [t, v] @ rows [v, D]` to the running sums `[t, D]`, without what is not likely."""
         least = np.exp(np.minimum(self._target[at] - peak, LOG_HIGHEST))

@@ -1,9 +1,9 @@
 """How large a tile of tokens × vocabulary is, within a budget of memory.
 
-A tile of t tokens and v vocabulary entries at width D holds, in float32, its logits `[t, v]` (several times over, as the
-tile loop says), the output rows `[v, D]` as floats, and the product `[t, D]` with the sum that it is added to. Its two
-products do 4·t·v·D operations and move `[v, D]` once and `[t, D]` three times, so what memory traffic costs a product
-is proportional to 1/t + 3/v: of the tiles that fill the budget, the one with the least of that is taken.
+A tile of t tokens and v vocabulary entries at width D holds, in float32, its logits `[t, v]` (several times over, as
+the tile loop says), the output rows `[v, D]` as floats, and the product `[t, D]` with the sum that it is added to. Its
+two products do 4·t·v·D operations and move `[v, D]` once and `[t, D]` three times, so the traffic of an operation is
+proportional to 1/t + 3/v: of the tiles that fill the budget, the one with the least of that is taken.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class TileCost:
 
 
 def choose_tile(
-    budget: int, tokens: int, vocab: int, cost: TileCost, *, token_tile: int | None = None, vocab_tile: int | None = None
+    budget: int, tokens: int, vocab: int, cost: TileCost, *,
+    token_tile: int | None = None, vocab_tile: int | None = None,
 ) -> tuple[int, int]:  # fmt: skip
     """(tokens, vocabulary entries) of a tile within `budget` bytes, for `tokens` scored tokens; one of them may be set.
 
@@ -86,6 +87,6 @@ def _even_parts(count: int) -> list[int]:
 
 
 def _even(count: int, most: int) -> int:
-    """A size of at most `most` that cuts `count` into the fewest parts of about one size, aligned where there is room."""
+    """A size of at most `most` that cuts `count` into the fewest, nearly equal parts; aligned where there is room."""
     size = -(-count // -(-count // most))
     return min(most, -(-size // ALIGN) * ALIGN)
