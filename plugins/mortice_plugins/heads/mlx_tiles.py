@@ -38,6 +38,28 @@ class Running:
     def arrays(self) -> list[mx.array]:
         return [a for a in (self.peak, self.total, self.target, self.spread) if a is not None]
 
+    def scores(
+        self, targets: mx.array, output: Output, expected: mx.array | None, missed: mx.array | None = None
+    ) -> TokenLogprobs:  # fmt: skip
+        """What all blocks together say; `expected [t, D]` is Σ e^(z − peak) slope W, where a gradient is wanted.
+
+        `missed [t]` marks tokens in whose `expected` the target's own row is not.
+        """
+        log_total = mx.log(self.total)
+        logprobs = (output.finish(self.target) - self.peak) - log_total
+        dhidden = None
+        if expected is not None:
+            own = output.slope(self.target)
+            if missed is not None:
+                own = own * (1.0 - mx.where(missed, mx.exp(logprobs), 0.0))
+            dhidden = own[:, None] * output.take(targets) - expected / self.total[:, None]
+        return TokenLogprobs(
+            logprobs,
+            lse=self.peak + log_total,
+            entropy=None if self.spread is None else log_total - self.spread / self.total,
+            dhidden=dhidden,
+        )
+
 
 def advance(
     raw: mx.array, place: mx.array, before: Running, output: Output
@@ -80,7 +102,7 @@ class _Tokens:
     def __init__(
         self, hidden: mx.array, targets: mx.array, output: Output, *, grad: bool, entropy: bool, eps: float
     ) -> None:
-        self._hidden, self._targets, self._eps = hidden, targets, eps
+        self._hidden, self._targets = hidden, targets
         self._running = Running.start(len(targets), entropy=entropy)
         self._expected = mx.zeros(hidden.shape) if grad else None  # [t, D] Σ e^(z − peak) slope W
         self._filter = _Filter(hidden, targets, output, eps) if grad and eps else None
@@ -100,22 +122,8 @@ class _Tokens:
         barrier.done(left)
 
     def scores(self, output: Output) -> TokenLogprobs:
-        """What all blocks together say."""
-        running = self._running
-        log_total = mx.log(running.total)
-        logprobs = (output.finish(running.target) - running.peak) - log_total
-        dhidden = None
-        if self._expected is not None:
-            own = output.slope(running.target)
-            if self._filter is not None:
-                own = own * (1.0 - mx.where(mx.array(self._filter.missed), mx.exp(logprobs), 0.0))
-            dhidden = own[:, None] * output.take(self._targets) - self._expected / running.total[:, None]
-        return TokenLogprobs(
-            logprobs,
-            lse=running.peak + log_total,
-            entropy=None if running.spread is None else log_total - running.spread / running.total,
-            dhidden=dhidden,
-        )
+        missed = None if self._filter is None else mx.array(self._filter.missed)
+        return self._running.scores(self._targets, output, self._expected, missed)
 
 
 class _Filter:
@@ -219,17 +227,7 @@ def score(
     for block in _blocks(output, tile[1], barrier):
         for some in tokens:
             some.add(block, barrier)
-    found = [some.scores(output) for some in tokens]
-
-    def joined(name: str) -> mx.array:
-        return mx.concatenate([getattr(scores, name) for scores in found])
-
-    return TokenLogprobs(
-        joined("logprobs"),
-        lse=joined("lse"),
-        entropy=joined("entropy") if entropy else None,
-        dhidden=joined("dhidden") if grad else None,
-    )
+    return joined([some.scores(output) for some in tokens])
 
 
 def output_gradients(
@@ -254,6 +252,18 @@ def _blocks(output: Output, size: int, barrier: Barrier) -> Iterator[_Block]:
     """The blocks of the vocabulary; the float rows of each are made after the last tile of the one before."""
     for start, stop in spans(output.vocab, size):
         yield _Block.of(evolve(output, weight=barrier.after(output.weight)), start, stop)
+
+
+def joined(parts: Sequence[TokenLogprobs]) -> TokenLogprobs:
+    """The scores of runs of tokens, one after the other."""
+
+    def whole(name: str) -> mx.array | None:
+        found = [getattr(part, name) for part in parts]
+        return None if found[0] is None else mx.concatenate(found)
+
+    logprobs = whole("logprobs")
+    assert logprobs is not None
+    return TokenLogprobs(logprobs, lse=whole("lse"), entropy=whole("entropy"), dhidden=whole("dhidden"))
 
 
 def nothing(width: int, *, grad: bool, entropy: bool) -> TokenLogprobs:

@@ -17,7 +17,7 @@ FLOAT = 4
 ALIGN = 64
 """Vocabulary entries; blocks of such a multiple suit every matrix unit."""
 
-FILTER_BLOCK = 1024
+FILTER_BLOCK = 512
 """Vocabulary entries that are left out of the unit gradient, or kept, together."""
 
 LOG_HIGHEST = 80.0
