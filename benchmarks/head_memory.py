@@ -3,8 +3,8 @@
     python benchmarks/head_memory.py [--tokens 2048] [--width 256] [--vocab 32768 131072 262144] [--dense]
 
 Every cell is a fresh process. Its peak is what the call adds to its inputs: the larger of the rise of MLX's peak and
-the rise of the process's resident memory, because numpy's memory is invisible to MLX. The time is that of a second
-call. `--dense` adds full logits, for comparison; they take 8 GiB and more at 262,144.
+the rise of the process's resident memory, because MLX does not see what libraries allocate. The time is that of a
+second call. `--dense` adds full logits, for comparison; they take 8 GiB and more at 262,144.
 """
 
 from __future__ import annotations

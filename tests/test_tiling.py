@@ -93,6 +93,18 @@ def test_the_peak_keeps_to_tile_memory(backend, traced, dtype, softcap, memory):
     assert peak >= budget / 3  # and the budget is used
 
 
+def test_float_rows_of_one_block_at_a_time():
+    """16 rows of 1,024 × 512 floats, 2 MiB each, made of a bfloat16 matrix; logits and hidden states are small."""
+    hidden, targets, output = inputs(4, 16_384, 512, mx.bfloat16, None)
+    for backend in ("numpy", "mlx"):
+        head = FlashCCE(backend=backend, token_tile=4, vocab_tile=1024)
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        mx.eval(head.score(hidden, targets, output, grad=True).dhidden)
+        assert 2 * 2**20 <= mx.get_peak_memory() - before < 3 * 2**20, backend
+
+
 def test_no_tile_fits():
     with pytest.raises(ConfigError, match=r'\[head\] tile_memory = "1kB": 1,000 bytes are too few .* at width 512'):
         FlashCCE(tile_memory="1kB").score(*inputs(4, 8, 512, mx.float32, None))
