@@ -50,7 +50,7 @@ def products(hidden: Any, output: Any) -> tuple[Callable[[], None], tuple[int, i
     from mortice_plugins.heads.tiling import choose_tile, spans
 
     h, w = np.asarray(hidden), np.asarray(output.weight)
-    cost = numpy_tiles.cost(hidden, output, grad=True, entropy=False, traced=False)
+    cost = numpy_tiles.cost(hidden, output, grad=True, entropy=False)
     tile = choose_tile(parse_size(TILE_MEMORY), len(h), len(w), cost)
     z, e = np.ones(tile, np.float32), np.empty((tile[0], h.shape[1]), np.float32)
 

@@ -5,14 +5,22 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
+from toy_model import toy
 
+from mortice.batch import Completion, Group
 from mortice.errors import ConfigError
 from mortice.model import Output
+from mortice.objective import WeightedLoss
+from mortice.step import Engine
 from mortice.testing import HeadCase, plain_scores
 from mortice.testing.heads import CASES, assert_gradient
+from mortice_plugins.backwards.full import Full
+from mortice_plugins.backwards.segmented import Segmented
 from mortice_plugins.heads import mlx_tiles, numpy_tiles
 from mortice_plugins.heads.flash_cce import FlashCCE
 from mortice_plugins.heads.tiling import worth_gathering
+from mortice_plugins.layouts.separate import Separate
+from mortice_plugins.losses.sft import SFT
 
 every_backend = pytest.mark.parametrize("backend", ["numpy", "mlx"])
 
@@ -126,3 +134,17 @@ def test_inside_a_trace_eps_is_refused_where_a_gradient_is_wanted():
         head.score(*case.draw(), grad=True, traced=True)
     scores = head.score(*case.draw(), traced=True)
     assert np.abs(np.asarray(scores.logprobs) - plain_scores(*case.draw())[0]).max() < 1e-4
+
+
+def test_the_refusal_reaches_whoever_asked_for_a_step():
+    """Through `value_and_grad` and the custom function of the objective; the backward that it names does work."""
+    model, pairs_of_a_step = toy(), [Group("a", [1, 2, 3], [Completion([5, 6, 7]), Completion([8])], ((0, 1),))]
+
+    def gradients(head, backward) -> dict[str, mx.array]:
+        engine = Engine(model, head, backward, Separate(), (WeightedLoss("sft", SFT()),))
+        return engine.gradients(model.named_parameters(), pairs_of_a_step)[1]
+
+    with pytest.raises(ConfigError, match=r"eps = 0\.001"):
+        gradients(FlashCCE(eps=1e-3), Full())
+    found, plain = gradients(FlashCCE(eps=1e-3), Segmented()), gradients(FlashCCE(), Full())
+    assert all(mx.allclose(found[name], plain[name], rtol=1e-2, atol=1e-3).item() for name in plain)

@@ -126,7 +126,9 @@ class FlashCCE:
         if self.token_tile is not None and self.vocab_tile is not None:
             return self.token_tile, self.vocab_tile
         budget = self.tile_memory or TILE_MEMORY
-        cost = tiles.cost(hidden, output, grad=grad, entropy=entropy, traced=traced)
+        cost = tiles.cost(
+            hidden, output, grad=grad, entropy=entropy, filtered=grad and self.eps > 0, traced=traced
+        )  # fmt: skip
         try:
             return choose_tile(
                 parse_size(budget), hidden.shape[0], output.vocab, cost,

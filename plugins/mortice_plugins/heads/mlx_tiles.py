@@ -208,10 +208,12 @@ class Barrier:
         return mx.depends(x, self._last) if self._last else x
 
 
-def cost(hidden: mx.array, output: Output, *, grad: bool, entropy: bool, traced: bool) -> TileCost:
+def cost(
+    hidden: mx.array, output: Output, *, grad: bool, entropy: bool, filtered: bool = False, traced: bool = False
+) -> TileCost:  # fmt: skip
     """What a tile of `score` holds, as measured: inside a trace MLX allocates several steps ahead of what it runs."""
     extras = int(entropy) + int(output.softcap is not None or output.temperature != 1.0)
-    return TileCost(hidden.shape[1], logits=6 + 3 * extras if traced else 2 + 2 * extras)
+    return TileCost(hidden.shape[1], logits=6 + 3 * extras if traced else 2 + 2 * extras, filtered=filtered)
 
 
 def score(

@@ -43,17 +43,24 @@ class TileCost:
     """D."""
     logits: int = 1
     """Arrays `[t, v]` that live at the same time."""
+    filtered: bool = False
+    """Whether rows of weights are gathered for a product of their own."""
+
+    @property
+    def _token(self) -> int:
+        """Of one token, beside its logits."""
+        return 2 * self.width + (FILTER_BLOCK + self.width if self.filtered else 0)
 
     def bytes(self, tokens: int, vocab: int) -> int:
-        return FLOAT * (self.logits * tokens * vocab + 2 * tokens * self.width + vocab * self.width)
+        return FLOAT * (self.logits * tokens * vocab + tokens * self._token + vocab * self.width)
 
     def vocab_within(self, budget: int, tokens: int) -> int:
         """The most vocabulary entries for that many tokens; 0 or less where none fit."""
-        return (budget // FLOAT - 2 * tokens * self.width) // (self.logits * tokens + self.width)
+        return (budget // FLOAT - tokens * self._token) // (self.logits * tokens + self.width)
 
     def tokens_within(self, budget: int, vocab: int) -> int:
         """The most tokens for that many vocabulary entries; 0 or less where none fit."""
-        return (budget // FLOAT - vocab * self.width) // (self.logits * vocab + 2 * self.width)
+        return (budget // FLOAT - vocab * self.width) // (self.logits * vocab + self._token)
 
 
 def choose_tile(
