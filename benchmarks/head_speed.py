@@ -21,6 +21,8 @@ from typing import Any
 from mortice import blas
 from mortice.sizes import parse_size
 
+SETTLE = 0.3
+"""Seconds; threads of a BLAS spin for up to 0.2 after a product and slow the next one where that uses another BLAS."""
 HEADS = ("flash-cce", "flash-cce, mlx", "flash-cce, traced", "chunked", "chunked, traced")
 
 
@@ -79,6 +81,7 @@ def cell(tokens: int, width: int, vocab: int, repeats: int, clock: Callable[[], 
     seconds: list[list[float]] = [[] for _ in runs]
     for repeat in range(repeats + 1):
         for run, times in zip(runs, seconds):
+            time.sleep(SETTLE)
             start = clock()
             run()
             if repeat:  # the first one warms up
