@@ -66,7 +66,10 @@ def products(hidden: Any, output: Any) -> tuple[Callable[[], None], tuple[int, i
     return run, tile
 
 
-def cell(tokens: int, width: int, vocab: int, repeats: int, clock: Callable[[], float]) -> str:
+def cell(
+    tokens: int, width: int, vocab: int, heads: list[str], repeats: int, clock: Callable[[], float]
+) -> str:  # fmt: skip
+    """One line of the table."""
     import mlx.core as mx
 
     from mortice.model import Output
@@ -77,7 +80,7 @@ def cell(tokens: int, width: int, vocab: int, repeats: int, clock: Callable[[], 
     output = Output(mx.random.normal((vocab, width)) * 0.05, "head.weight")
     mx.eval(hidden, targets, output.weight)
     plain, tile = products(hidden, output)
-    runs = [plain, *(scoring(name, hidden, targets, output) for name in HEADS)]
+    runs = [plain, *(scoring(name, hidden, targets, output) for name in heads)]
     seconds: list[list[float]] = [[] for _ in runs]
     for repeat in range(repeats + 1):
         for run, times in zip(runs, seconds):
@@ -96,6 +99,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024, 2048])
     parser.add_argument("--width", type=int, nargs="+", default=[576, 1024])
     parser.add_argument("--vocab", type=int, nargs="+", default=[32_768, 49_152])
+    parser.add_argument("--heads", nargs="+", choices=HEADS, default=list(HEADS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--one-thread", action="store_true")
     args = parser.parse_args()
@@ -103,12 +107,12 @@ def main() -> int:
         os.environ |= dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"), "1")
     blas.load()
     clock = time.process_time if args.one_thread else time.perf_counter
-    print("| tokens × width × vocabulary | tile | products, s | " + " | ".join(HEADS) + " |")
-    print("|---|---|" + "---:|" * (len(HEADS) + 1))
+    print("| tokens × width × vocabulary | tile | products, s | " + " | ".join(args.heads) + " |")
+    print("|---|---|" + "---:|" * (len(args.heads) + 1))
     for width in args.width:
         for vocab in args.vocab:
             for tokens in args.tokens:
-                print(cell(tokens, width, vocab, args.repeats, clock), flush=True)
+                print(cell(tokens, width, vocab, args.heads, args.repeats, clock), flush=True)
     return 0
 
 
