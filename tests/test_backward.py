@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
-
 import mlx.core as mx
 import pytest
 from toy_model import toy
 
 from mortice.batch import Completion, Group, Limits
 from mortice.context import SpanContext
-from mortice.errors import TrainingError
+from mortice.errors import ConfigError, TrainingError
 from mortice.objective import WeightedLoss, count_terms, make_batch
 from mortice.step import Engine, clip, global_norm
+from mortice_plugins.backwards.checkpoint import Checkpoint
 from mortice_plugins.backwards.full import Full
 from mortice_plugins.backwards.segmented import Segmented
 from mortice_plugins.heads.dense import Dense
 from mortice_plugins.heads.flash_cce import FlashCCE
+from mortice_plugins.layouts.packed import Packed
 from mortice_plugins.layouts.prefix_shared import PrefixShared
 from mortice_plugins.layouts.separate import Separate
 from mortice_plugins.losses.orpo import ORPO
@@ -43,17 +43,20 @@ def relative(a: dict, b: dict) -> float:
     return (top / mx.sqrt(sum(mx.square(b[n]).sum() for n in b))).item()
 
 
-BACKWARDS = [Full(), *(Segmented(segment_size=n) for n in (1, 2, 3, 4, 5, 6, 9))]
+BACKWARDS = {
+    "full": Full(),
+    **{f"segmented-{n}": Segmented(segment_size=n) for n in (1, 2, 3, 4, 5, 6, 9)},
+    "segmented-unequal": Segmented(cuts=(1, 4, 5)),
+    **{f"segmented-{n}-traced": Segmented(segment_size=n, eager=False) for n in (1, 3, 9)},
+    **{f"checkpoint-{n}": Checkpoint(segment_size=n) for n in (1, 2, 4, 9)},
+}
 HEADS = [Dense(), FlashCCE(token_tile=3, vocab_tile=5)]
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("layout", [Separate(), PrefixShared()], ids=["separate", "prefix-shared"])
-@pytest.mark.parametrize(
-    ("head", "backward"),
-    list(itertools.product(HEADS, BACKWARDS)),
-    ids=[f"{h}-{b}" for h, b in itertools.product(["dense", "flash"], ["full", 1, 2, 3, 4, 5, 6, 9])],
-)
+@pytest.mark.parametrize("layout", [Separate(), PrefixShared(), Packed()], ids=["separate", "prefix-shared", "packed"])
+@pytest.mark.parametrize("head", HEADS, ids=["dense", "flash"])
+@pytest.mark.parametrize("backward", BACKWARDS.values(), ids=BACKWARDS)
 def test_gradients_of_every_weight_equal_the_plain_ones(head, backward, layout, tied):
     model = toy(tied=tied, softcap=4.0)
     params = model.named_parameters()
@@ -219,3 +222,16 @@ def test_clipping_scales_to_the_global_norm():
     assert [g.item() for g in clipped.values()] == pytest.approx([0.6, 0.8])
     assert clip(gradients, 0.0)[0] is gradients
     assert clip(gradients, 9.0)[0] is gradients
+
+
+@pytest.mark.parametrize("cuts", [(0, 2), (3, 2), (2, 2)])
+def test_cuts_must_rise_from_one(cuts):
+    with pytest.raises(ValueError, match="rising"):
+        Segmented(cuts=cuts)
+
+
+def test_segments_are_of_one_size_or_as_cut():
+    assert Segmented(segment_size=4).segments(6) == [(0, 4), (4, 6)]
+    assert Segmented(cuts=(1, 5)).segments(6) == [(0, 1), (1, 5), (5, 6)]
+    with pytest.raises(ConfigError, match=r"backward\.cuts: 6 lies behind the last of the model's 6 blocks"):
+        Segmented(cuts=(2, 6)).segments(6)

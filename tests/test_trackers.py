@@ -17,7 +17,8 @@ from mortice_plugins.trackers.jsonl import JSONLines, LiveLines
 from mortice_plugins.trackers.progress import Progress
 
 STEP = {
-    "loss": 1.25, "learning_rate": 1e-5, "tokens_per_second": 250.0, "memory_peak_gb": 0.5, "nonfinite_steps": 0,
+    "loss": 1.25, "learning_rate": 1e-5, "tokens_per_second": 250.0, "memory_peak_gb": 0.5, "memory_cache_gb": 0.03,
+    "nonfinite_steps": 0,
 }  # fmt: skip
 
 
@@ -78,7 +79,7 @@ def test_without_a_terminal_there_are_lines(screen, tmp_path):
         tracker.log(10, STEP)
     first, valid, notice, last = out.getvalue().splitlines()
     assert first.startswith("step 1/10  loss 1.2500  nll 2.000")
-    assert all(part in first for part in ("1.00e-05", "250 tok/s", "peak 0.50 GB", "skipped 3"))
+    assert all(part in first for part in ("1.00e-05", "250 tok/s", "peak 0.50 GB", "cache 0.03 GB", "skipped 3"))
     assert valid == "step 2  held out: loss 0.7500  margin 0.1250"
     assert notice == "[2 of 3] rows were cut"
     assert last.startswith("step 10/10") and "skipped" not in last

@@ -19,19 +19,46 @@ from mortice.linear import on_cpu
 
 WINDOW_BLOCK = 128
 """Queries in one block of a sliding window."""
+SCORES = 2**20
+"""Scores in one chunk where its size is left to mortice (4 MiB in float32): larger ones leave the processor's cache."""
+SMALLEST, LARGEST = 16, 256
+"""Bounds of such a chunk, in queries."""
 MASKED = -1e9
 
 
-@frozen
+def auto_chunk(heads: int, keys: int) -> int:
+    """Queries in one chunk of full attention, by size. A GPU's own attention keeps no scores and needs no chunks."""
+    if not on_cpu():
+        return 0
+    fitting = SCORES // max(1, heads * keys) // SMALLEST * SMALLEST
+    return min(LARGEST, max(SMALLEST, fitting))
+
+
+@frozen(eq=False)
 class Piece:
-    """Some queries of a path and the keys that they can reach, both as ranges, with the mask between them."""
+    """Some queries of a path and the keys that they can reach, both as ranges. Always causal."""
 
     queries: tuple[int, int]
     keys: tuple[int, int]
-    mask: Any
+    before: int
+    """Positions of the path in front of its queries: query i stands at position `before + i`."""
+    window: int | None = None
+    """Set where the window hides some of these keys."""
+
+    def hidden(self) -> np.ndarray:
+        """Which keys each query must not see, `[n, m]`."""
+        i = self.before + np.arange(*self.queries)[:, None]
+        j = np.arange(*self.keys)[None, :]
+        return (j > i) if self.window is None else (j > i) | (i - j >= self.window)
+
+    def bias(self) -> tuple[int, np.ndarray]:
+        """(first key, `[n, keys from it on]`): what is added to scores; keys before the first are seen by all."""
+        n, m = self.queries[1] - self.queries[0], self.keys[1] - self.keys[0]
+        first = 0 if self.window is not None else m - n
+        return first, np.where(self.hidden()[:, first:], np.float32(MASKED), np.float32(0))
 
 
-def _pieces(queries: int, keys: int, window: int | None, chunk: int) -> list[Piece]:
+def pieces_of(queries: int, keys: int, window: int | None, chunk: int) -> list[Piece]:
     """How the last `queries` positions of a path of `keys` positions are cut up."""
     before = keys - queries
     window = keys if window is None else window
@@ -40,26 +67,24 @@ def _pieces(queries: int, keys: int, window: int | None, chunk: int) -> list[Pie
     found = []
     for start in range(0, queries, size):
         stop = min(start + size, queries)
-        low, high = 0, before + stop
-        mask: Any = "causal"
-        if windowed and high > window:
-            low = max(0, before + start - window + 1)
-            i = np.arange(before + start, high)[:, None]
-            j = np.arange(low, high)[None, :]
-            mask = mx.array((j <= i) & (i - j < window))  # [block, at most window + block - 1]
-        found.append(Piece((start, stop), (low, high), mask))
+        high = before + stop
+        hides = windowed and high > window
+        low = max(0, before + start - window + 1) if hides else 0
+        found.append(Piece((start, stop), (low, high), before, window if hides else None))
     return found
 
 
 def causal_attention(
-    q: mx.array, k: mx.array, v: mx.array, scale: float, *, window: int | None = None, chunk: int = 0
+    q: mx.array, k: mx.array, v: mx.array, scale: float, *, window: int | None = None, chunk: int | None = None
 ) -> mx.array:
     """Attention of the last `Tq` positions of a path on all its `Tk`: `q [1, H, Tq, d]`, `k, v [1, Hk, Tk, d]`.
 
-    With `window`, query i sees the last `window` keys, itself included, in blocks of queries; with `chunk`, queries
-    go in chunks. Pieces run one after the other and are recomputed in the backward, one after the other as well.
+    With `window`, query i sees the last `window` keys, itself included, in blocks of queries; else queries go in chunks
+    of `chunk`: 0 for never, None to choose by size. Pieces run one after the other and are recomputed in the backward,
+    one after the other as well.
     """
-    pieces = _pieces(q.shape[2], k.shape[2], window, chunk)
+    chunk = auto_chunk(q.shape[1], k.shape[2]) if chunk is None else chunk
+    pieces = pieces_of(q.shape[2], k.shape[2], window, chunk)
     return products(q, k, v, scale, pieces) if on_cpu() else fused(q, k, v, scale, pieces)
 
 
@@ -67,12 +92,7 @@ def fused(q: mx.array, k: mx.array, v: mx.array, scale: float, pieces: list[Piec
     """By MLX's own attention."""
     if len(pieces) == 1:
         low, high = pieces[0].keys
-        return mx.fast.scaled_dot_product_attention(
-            q, k[:, :, low:high], v[:, :, low:high], scale=scale, mask=pieces[0].mask
-        )
-
-    def attend(piece: Piece, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=piece.mask)
+        return _fused_piece(pieces[0], scale, q, k[:, :, low:high], v[:, :, low:high])
 
     def cut(piece: Piece, q: mx.array, k: mx.array, v: mx.array) -> list[mx.array]:
         (start, stop), (low, high) = piece.queries, piece.keys
@@ -85,7 +105,7 @@ def fused(q: mx.array, k: mx.array, v: mx.array, scale: float, pieces: list[Piec
             inputs = cut(piece, q, k, v)
             if parts:
                 inputs = mx.depends(inputs, parts[-1])
-            parts.append(attend(piece, *inputs))
+            parts.append(_fused_piece(piece, scale, *inputs))
         return mx.concatenate(parts, axis=2)
 
     @forward.vjp
@@ -98,7 +118,7 @@ def fused(q: mx.array, k: mx.array, v: mx.array, scale: float, pieces: list[Piec
             if dq:
                 inputs = mx.depends(inputs, [dq[-1], dk, dv])
             (start, stop), (low, high) = piece.queries, piece.keys
-            _, (dqi, dki, dvi) = mx.vjp(partial(attend, piece), inputs, [cotangent[:, :, start:stop]])
+            _, (dqi, dki, dvi) = mx.vjp(partial(_fused_piece, piece, scale), inputs, [cotangent[:, :, start:stop]])
             dq.append(dqi)
             dk[:, :, low:high] += dki
             dv[:, :, low:high] += dvi
@@ -106,6 +126,11 @@ def fused(q: mx.array, k: mx.array, v: mx.array, scale: float, pieces: list[Piec
 
     out: Any = forward(q, k, v)
     return out
+
+
+def _fused_piece(piece: Piece, scale: float, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+    mask: Any = "causal" if piece.window is None else mx.array(~piece.hidden())
+    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
 
 
 def products(q: mx.array, k: mx.array, v: mx.array, scale: float, pieces: list[Piece]) -> mx.array:
@@ -129,8 +154,11 @@ def products(q: mx.array, k: mx.array, v: mx.array, scale: float, pieces: list[P
         low, high = piece.keys
         scores = (rows(q, piece) * scale) @ k[0, :, low:high].swapaxes(1, 2)
         n, m = piece.queries[1] - piece.queries[0], high - low
-        mask = mx.arange(m)[None, :] <= mx.arange(m - n, m)[:, None] if piece.mask == "causal" else piece.mask
-        scores = mx.where(mask, scores.reshape(kv_heads, each, n, m), MASKED).reshape(scores.shape)
+        i = piece.before + mx.arange(*piece.queries)[:, None]
+        j = mx.arange(low, high)[None, :]
+        seen = j <= i if piece.window is None else (j <= i) & (i - j < piece.window)
+        # Added, since `where` takes as long as fifteen additions on the CPU.
+        scores = (scores.reshape(kv_heads, each, n, m) + mx.where(seen, 0.0, MASKED)).reshape(scores.shape)
         weights = exp(scores - scores.max(axis=-1, keepdims=True))
         return weights, weights.sum(axis=-1, keepdims=True)
 

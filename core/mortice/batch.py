@@ -168,7 +168,7 @@ class Row:
 
 @frozen(eq=False)
 class MicroBatch:
-    """The rows that together hold whole groups: a loss never sees part of a group."""
+    """The rows that together hold whole groups, as they were given: a loss never sees part of a group."""
 
     groups: tuple[Group, ...] = field(converter=_tuple)
     rows: tuple[Row, ...] = field(converter=_tuple)
@@ -191,9 +191,7 @@ class Limits:
     """What a layout must keep to."""
 
     groups: int = 1
-    """Groups in one micro-batch."""
-    row_tokens: int | None = None
-    """Tokens in one row, for layouts that put several groups in it."""
+    """Groups in one micro-batch, for layouts that do not go by tokens."""
 
 
 @frozen(eq=False)

@@ -13,23 +13,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
 from attrs import define, frozen
 
-from mortice.attention import causal_attention
+from mortice import staging
+from mortice.attention import auto_chunk, causal_attention, pieces_of
+from mortice.eager_attention import RowAttention, Stretch
 from mortice.modules import slots
 from mortice.randomness import stable_key
+from mortice.staging import Chunked
 
 if TYPE_CHECKING:
     import mlx.nn as nn
 
     from mortice.batch import Row, Span
-
-AUTO_CHUNK = 128
-"""Queries in one chunk of long attention, where `attention_chunk` is left to mortice."""
 
 CACHE_STEP = 256
 """Tokens by which a K/V cache grows."""
@@ -126,9 +127,9 @@ class Randomness:
 class SpanContext(Context):
     """Training on one row. A span sees its ancestors and causally itself; positions come from the spans.
 
-    `attention_chunk`: queries a chunk in full attention, 0 for never, None to choose: chunks of 128 where the
-    backend's attention keeps the score matrix for its backward (the CPU). `mlp_chunk`: tokens a chunk in
-    `tokenwise`, 0 for whole. `randomness`: None in evaluation.
+    `attention_chunk`: queries a chunk in full attention, 0 for never, None to choose by size where the backend's
+    attention keeps the scores for its backward (the CPU). `mlp_chunk`: tokens a chunk in `tokenwise`, 0 for whole.
+    `randomness`: None in evaluation.
     """
 
     def __init__(
@@ -138,8 +139,6 @@ class SpanContext(Context):
         self.row = row
         self.tokens = mx.array(row.tokens)  # [T]
         self.runs = runs(row.spans)
-        if attention_chunk is None:
-            attention_chunk = AUTO_CHUNK if mx.default_device() == mx.cpu else 0
         self._attention_chunk = attention_chunk
         self._mlp_chunk = mlp_chunk
         self._randomness = randomness
@@ -163,6 +162,10 @@ class SpanContext(Context):
     def attend(
         self, q: mx.array, k: mx.array, v: mx.array, *, scale: float, window: int | None = None, layer: int = 0
     ) -> mx.array:
+        tape = staging.current()
+        if tape is not None:
+            stretches = [self._stretch(run, q.shape[1], window) for run in self.runs]
+            return tape.perform(RowAttention(stretches, scale), q, k, v)
         q, k, v = (x.swapaxes(0, 1)[None] for x in (q, k, v))  # [1, H, T, d]
         if len(self.runs) == 1:
             out = causal_attention(q, k, v, scale, window=window, chunk=self._attention_chunk)
@@ -175,30 +178,40 @@ class SpanContext(Context):
             parts.append(causal_attention(queries, own_k, own_v, scale, window=window, chunk=self._attention_chunk))
         return mx.concatenate(parts, axis=2)[0].swapaxes(0, 1)
 
+    def _stretch(self, run: Run, heads: int, window: int | None) -> Stretch:
+        length = run.stop - run.start
+        ranges = _reachable((*run.ancestors, (run.start, run.stop)), length, window)
+        keys = sum(stop - start for start, stop in ranges)
+        chunk = auto_chunk(heads, keys) if self._attention_chunk is None else self._attention_chunk
+        return Stretch(run.start, tuple(ranges), pieces_of(length, keys, window, chunk))
+
     def tokenwise(self, module: nn.Module, x: mx.array) -> mx.array:
-        if not self._mlp_chunk or x.shape[0] <= self._mlp_chunk:
+        size = self._mlp_chunk
+        if not size or x.shape[0] <= size:
             return module(x)
         places = [(owner, key) for _, owner, key in slots("", module) if (id(owner), key) in self.trainable]
 
-        def chunk(part: slice) -> mx.array:
-            # mx.checkpoint takes captured arrays for constants: what trains is passed in, and put in place inside.
-            @mx.checkpoint
-            def recomputed(x: mx.array, *values: mx.array) -> mx.array:
-                held = [owner[key] for owner, key in places]
-                for (owner, key), value in zip(places, values):
-                    owner[key] = value
-                self._part = part
-                out = module(x)
+        def chunk(part: slice, x: mx.array, *values: mx.array) -> mx.array:
+            # What trains is passed in and put in place inside: a captured array would be a constant.
+            held = [owner[key] for owner, key in places]
+            _put(places, values)
+            self._part = part
+            try:
+                with activate(self):  # a recomputation comes after the forward has left its context
+                    return module(x)
+            finally:
                 self._part = slice(None)
-                for (owner, key), value in zip(places, held):
-                    owner[key] = value
-                return out
+                _put(places, held)
 
-            found: Any = recomputed(x[part], *(owner[key] for owner, key in places))
-            return found
-
-        size = self._mlp_chunk
-        return mx.concatenate([chunk(slice(start, start + size)) for start in range(0, x.shape[0], size)])
+        inputs = (x, *(owner[key] for owner, key in places))
+        tape = staging.current()
+        if tape is not None:
+            return tape.perform(Chunked(chunk, size), *inputs)
+        parts: list[Any] = []
+        for start in range(0, x.shape[0], size):
+            part = slice(start, start + size)
+            parts.append(mx.checkpoint(partial(chunk, part))(x[part], *inputs[1:]))
+        return mx.concatenate(parts)
 
     def uniform(self, module: str, width: int) -> mx.array | None:
         if self._randomness is None:
@@ -209,6 +222,11 @@ class SpanContext(Context):
             for span in self.row.spans
         ]
         return mx.concatenate(draws)[self._part]
+
+
+def _put(places: Sequence[tuple[Any, Any]], values: Sequence[mx.array]) -> None:
+    for (owner, key), value in zip(places, values):
+        owner[key] = value
 
 
 def _reachable(ranges: Sequence[tuple[int, int]], queries: int, window: int | None) -> list[tuple[int, int]]:

@@ -48,6 +48,7 @@ def generate_tokens(model: Model, prompt: Sequence[int], sampling: Sampling) -> 
     if not prompt:
         raise ValueError("a prompt needs at least one token")
     check_vocabulary([Group("prompt", prompt, ())], model.output.vocab)
+    model.read()
     ctx = CacheContext()
     tokens = list(prompt)
     for place in range(sampling.max_tokens):

@@ -13,6 +13,7 @@ layer 0). Loading, adapters, gradients and saving all speak these names.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any, TypeAlias
 
 import mlx.core as mx
@@ -67,6 +68,8 @@ class Model:
     """Of the activations: float32 on the CPU, the checkpoint's own on a GPU."""
     trainable: frozenset[tuple[int, Any]] = frozenset()
     """(id of module, attribute) of every parameter that trains."""
+    unread: bool = False
+    """Whether the weights are to be cast as they are read: see `read`."""
 
     def embed(self, tokens: mx.array, ctx: Context) -> Carry:
         """Token ids `[T]` to the first carry. Constants (per-layer inputs) go into `ctx.constants`."""
@@ -88,6 +91,15 @@ class Model:
     @property
     def num_layers(self) -> int:
         return 1 + max((block.layer for block in self.blocks), default=-1)
+
+    def first_layers(self, count: int) -> Model:
+        """The same model, its weights shared, with its first layers only."""
+        small = copy(self)
+        small.invalidate()
+        small.blocks = [block for block in self.blocks if block.layer < count]
+        left_out = {id(block) for block in self.blocks if block.layer >= count}
+        small.parts = [part for part in self.parts if id(part) not in left_out]
+        return small
 
     def parts_around(self) -> tuple[list[Part], list[Part]]:
         """The parts before the first block (embedding) and after the last (final norm, output)."""
@@ -131,6 +143,17 @@ class Model:
         for name, value in params.items():
             owner, key = self._place(name)
             owner[key] = value
+
+    def read(self) -> None:
+        """Read weights that are cast on the way, one after the other.
+
+        A cast holds a tensor in both types, and a graph that needs many weights would hold many of them. Weights that
+        stay as they are stored need no such order: each is read when it is first computed with.
+        """
+        if self.unread:
+            for value in self.named_parameters().values():
+                mx.eval(value)
+            self.unread = False
 
     def invalidate(self) -> None:
         """Forget where parameters live; to be called after modules were replaced."""

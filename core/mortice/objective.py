@@ -10,13 +10,16 @@ inside one `value_and_grad`, where the head's own gradient stands as a custom vj
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from attrs import evolve, field, frozen
 
+from mortice import staging
 from mortice.batch import Batch, Gradients, LossOutput, MicroBatch, TokenLogprobs
+from mortice.linear import on_cpu
 from mortice.model import Model, Output
 from mortice.protocols import Head, Loss
 
@@ -206,7 +209,7 @@ class Objective:
             value = getattr(s, primary)
             zeros = mx.zeros_like(value)
             lse = zeros if s.lse is None else s.lse
-            return value, lse, zeros if s.entropy is None else s.entropy, s.dhidden
+            return value, lse, zeros if s.entropy is None else s.entropy, s.dhidden, s.logprobs
 
         @score.vjp
         def score_vjp(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, ...]:
@@ -221,8 +224,9 @@ class Objective:
         bound = output.parameters()
         found: Any = score(hidden, *(bound[name] for name in names))
         value, lse, entropy = found[0], mx.stop_gradient(found[1]), mx.stop_gradient(found[2])
-        scores = TokenLogprobs(value, lse=lse, entropy=entropy if self._entropy else None)
-        return evolve(scores, values=value) if primary == "values" else scores
+        logprobs = mx.stop_gradient(found[4])
+        scores = TokenLogprobs(logprobs, lse=lse, entropy=entropy if self._entropy else None)
+        return evolve(scores, **{primary: value})
 
     def _output(self) -> Output:
         own = getattr(self._head, "output_for", None)
@@ -282,7 +286,8 @@ def hidden_states(model: Model, contexts: Sequence[Any], *, blocks_at_once: int 
     for ctx in contexts:
         carry = model.begin(ctx, ctx.tokens)
         for start in range(0, len(model.blocks), blocks_at_once):
-            carry = model.run(carry, ctx, start, start + blocks_at_once)
+            with staging.eagerly() if on_cpu() else nullcontext():
+                carry = model.run(carry, ctx, start, start + blocks_at_once)
             mx.eval(carry)
         hiddens.append(model.finish(carry))
         mx.eval(hiddens[-1])

@@ -1,6 +1,7 @@
 """Loading a model from a folder: safetensors and config.json, checked before memory is spent.
 
-Weights are mapped, not read: MLX reads each when it is first computed with. Nothing is unpickled.
+Weights are mapped, not read: MLX reads each when it is first computed with, and those that are to be cast before the
+first forward, one after the other (`Model.read`). Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -283,7 +284,7 @@ def put_weights(model: Model, stored: dict[str, mx.array], dtype: str, folder: P
     packed = {name.removesuffix(".scales") + ".weight" for name in kept if name.endswith(".scales")}
     stored_floats = {w.dtype for name, w in kept.items() if w.dtype in FLOATS and w.ndim >= 2}
     if dtype in DTYPES:
-        model.dtype = DTYPES[dtype]
+        model.dtype, model.unread = DTYPES[dtype], True
         kept = {n: w.astype(model.dtype) if w.dtype in FLOATS and not _of(n, packed) else w for n, w in kept.items()}
     elif not on_cpu() and len(stored_floats) == 1:
         model.dtype = stored_floats.pop()

@@ -48,6 +48,11 @@ class RowBuilder:
                 index = before.stop - 1 if j == 0 else start + j - 1
                 self._scored.append((index, target, owner, j, not kept))
 
+    @property
+    def length(self) -> int:
+        """Tokens laid down so far."""
+        return len(self._tokens)
+
     def row(self) -> Row:
         columns = list(zip(*self._scored)) or [()] * 5
         return Row(self._tokens, self._spans, *columns)
@@ -58,13 +63,31 @@ def prompt_owner(group: Group) -> int:
     return group.pairs[0][0] if group.pairs else 0
 
 
+def lay_separate(builder: RowBuilder, group: Group, first: int, *, prompt_targets: bool) -> None:
+    """Every completion behind its own copy of the prompt. The prompt's targets are scored behind its owner's alone."""
+    for k in range(len(group.completions)):
+        _lay_alone(builder, group, k, first, prompt_targets=prompt_targets)
+
+
+def _lay_alone(builder: RowBuilder, group: Group, k: int, first: int, *, prompt_targets: bool) -> None:
+    prompt = builder.prompt(group, k, first + k, targets=prompt_targets and k == prompt_owner(group))
+    builder.completion(group, k, first + k, prompt, masked_targets=prompt_targets)
+
+
+def lay_shared(builder: RowBuilder, group: Group, first: int, *, prompt_targets: bool) -> None:
+    """The prompt once, every completion a branch of it."""
+    owner = prompt_owner(group)
+    prompt = builder.prompt(group, owner, first + owner, targets=prompt_targets)
+    for k in range(len(group.completions)):
+        builder.completion(group, k, first + k, prompt, masked_targets=prompt_targets)
+
+
 def separate_rows(group: Group, first: int, *, prompt_targets: bool) -> list[Row]:
     """One row for each completion, with its own copy of the prompt, which is scored in its owner's row alone."""
     rows = []
     for k in range(len(group.completions)):
         builder = RowBuilder()
-        prompt = builder.prompt(group, k, first + k, targets=prompt_targets and k == prompt_owner(group))
-        builder.completion(group, k, first + k, prompt, masked_targets=prompt_targets)
+        _lay_alone(builder, group, k, first, prompt_targets=prompt_targets)
         rows.append(builder.row())
     return rows
 
@@ -72,10 +95,7 @@ def separate_rows(group: Group, first: int, *, prompt_targets: bool) -> list[Row
 def shared_row(group: Group, first: int, *, prompt_targets: bool) -> Row:
     """One row for the group: its prompt once, every completion a branch of it."""
     builder = RowBuilder()
-    owner = prompt_owner(group)
-    prompt = builder.prompt(group, owner, first + owner, targets=prompt_targets)
-    for k in range(len(group.completions)):
-        builder.completion(group, k, first + k, prompt, masked_targets=prompt_targets)
+    lay_shared(builder, group, first, prompt_targets=prompt_targets)
     return builder.row()
 
 

@@ -114,7 +114,7 @@ def score(
     return Scores(
         loss=values.pop("loss"),
         metrics=values,
-        logprobs=[list(tokens) for group in tally.logprobs for tokens in group],
+        logprobs=[list(tokens) for group in tally.logprobs(found) for tokens in group],
         ref_logprobs=ref_logprobs,
         gradients=grads,
     )

@@ -85,6 +85,7 @@ class Engine:
         nothing is scored.
         """
         arranged = self.arrange(groups)
+        self.model.read()
         tally = Tally.start(self.losses, arranged.counts)
         total: Gradients = {}
         for micro, batch in zip(arranged.micros, arranged.batches):
@@ -103,8 +104,9 @@ class Engine:
 
     def evaluate(self, params: Params, groups: Sequence[Group], poll: Callable[[], None] = lambda: None) -> Tally:
         """The same loss and metrics over groups, without a gradient and without dropout; each row once."""
-        self.model.bind(params)
         arranged = self.arrange(groups)
+        self.model.read()
+        self.model.bind(params)
         tally = Tally.start(self.losses, arranged.counts)
         for micro, batch in zip(arranged.micros, arranged.batches):
             poll()
@@ -118,13 +120,14 @@ class Engine:
     def logprobs(self, params: Params, groups: Sequence[Group]) -> list[list[tuple[float, ...]]]:
         """Log-probability of every completion token, `[group][completion][token]`; NaN outside the loss mask."""
         check_vocabulary(groups, self.model.output.vocab)
+        self.model.read()
         self.model.bind(params)
-        out: list[list[tuple[float, ...]]] = []
+        found: dict[int, list[tuple[float, ...]]] = {}  # by identity, since a layout may change the order
         for micro in self.layout(groups, self.limits):
             objective = Objective(self.model, self.head, micro, temperature=self.temperature)
             result = objective(hidden_states(self.model, self.contexts(micro)), grad=False)
-            out += split_logprobs(micro, result)
-        return out
+            found |= zip(map(id, micro.groups), split_logprobs(micro, result))
+        return [found[id(group)] for group in groups]
 
 
 @frozen(eq=False)
@@ -164,8 +167,11 @@ class Tally:
     metrics: dict[str, tuple[float, float]] = field(factory=dict)
     tokens: int = 0
     """Tokens that ran through the model."""
-    logprobs: list[list[tuple[float, ...]]] = field(factory=list)
-    """`[group][completion][token]`."""
+    _logprobs: dict[int, list[tuple[float, ...]]] = field(factory=dict)
+
+    def logprobs(self, groups: Sequence[Group]) -> list[list[tuple[float, ...]]]:
+        """`[group][completion][token]` of the groups that were scored, in the order in which they are given here."""
+        return [self._logprobs[id(group)] for group in groups]
 
     @classmethod
     def start(cls, losses: tuple[WeightedLoss, ...], counts: Counts) -> Tally:
@@ -184,7 +190,7 @@ class Tally:
         for name, (total, count) in result.metrics.items():
             old = self.metrics.get(name, (0.0, 0.0))
             self.metrics[name] = (old[0] + number(total), old[1] + number(count))
-        self.logprobs += split_logprobs(micro, result)
+        self._logprobs |= zip(map(id, micro.groups), split_logprobs(micro, result))
 
     def values(self) -> dict[str, float]:
         """`loss`, each term's own mean and each metric. With several losses a term carries its loss's name."""

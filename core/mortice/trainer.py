@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -378,9 +380,20 @@ class Trainer:
 
 
 def memory() -> dict[str, float]:
-    """MLX's peak since the step began, what is held now and what its allocator caches, in GB (10⁹ bytes)."""
+    """MLX's peak since the step began, what is held now, what its allocator caches, and what the process has resident,
+    in GB (10⁹ bytes)."""
     return {
         "memory_peak_gb": mx.get_peak_memory() / 1e9,
         "memory_active_gb": mx.get_active_memory() / 1e9,
         "memory_cache_gb": mx.get_cache_memory() / 1e9,
+        "memory_rss_gb": resident() / 1e9,
     }
+
+
+def resident() -> int:
+    """Resident memory of this process in bytes: on Linux what it is now, elsewhere the most that it has been."""
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * resource.getpagesize()
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024  # macOS counts bytes, others KiB

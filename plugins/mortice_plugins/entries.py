@@ -51,11 +51,23 @@ segmented = _plugin(
     "Backward through a few blocks at a time; memory of one segment.",
     "segmented",
 )
+checkpoint = _plugin(
+    "backward",
+    "mortice_plugins.backwards.checkpoint:Checkpoint",
+    "One value_and_grad that recomputes the insides of segments.",
+    "checkpoint",
+)
 prefix_shared = _plugin(
     "layout",
     "mortice_plugins.layouts.prefix_shared:PrefixShared",
     "One row a group: its prompt runs once, completions branch from it.",
     "prefix-shared",
+)
+packed = _plugin(
+    "layout",
+    "mortice_plugins.layouts.packed:Packed",
+    "Several groups in one row, up to a budget of tokens.",
+    "packed",
 )
 llama = _plugin(
     "model", "mortice_plugins.models.llama:LlamaAdapter", "Llama 2 and 3, SmolLM2, MiniCPM5, Mistral, Qwen3.", "llama"

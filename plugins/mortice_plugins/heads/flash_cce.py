@@ -12,26 +12,43 @@ Either is a lower bound of the final one, so nothing that ends up above `eps` is
 row always counts in full. Log-probabilities, `lse` and entropy are exact at any `eps`.
 
 Cut your losses in large-vocabulary language models: Wijmans et al., 2024 (arXiv:2411.09009), also for the filter; the
-rescaling: Dao et al., FlashAttention, 2022 (arXiv:2205.14135). What it leaves out: kernels.
+rescaling: Dao et al., FlashAttention, 2022 (arXiv:2205.14135). On a GPU one kernel does what lies between the two
+products of a tile, see `kernels`.
 """
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import attrs
 import mlx.core as mx
 from attrs import frozen
 
 from mortice.batch import Gradients, TokenLogprobs
 from mortice.errors import ConfigError
+from mortice.linear import on_cpu
 from mortice.model import Output
 from mortice.options import and_, ge, in_, lt, option, optional
 from mortice.sizes import parse_size, size
 from mortice_plugins.heads import mlx_tiles, numpy_tiles
+from mortice_plugins.heads.kernels.tile import MODES, epilogue
 from mortice_plugins.heads.tiling import choose_tile
 
 TILE_MEMORY = "16MB"
 """Where the run file does not say."""
+
+
+def _runs_kernels(head: FlashCCE, attribute: attrs.Attribute[str], mode: str) -> None:
+    """Validator: a kernel may be insisted on where there can be one."""
+    if mode != "on":
+        return
+    if on_cpu():
+        raise ValueError(
+            "'kernel' is 'on', but MLX runs on the CPU here and the kernel is written for Metal and CUDA; 'auto' uses "
+            "it on a GPU only"
+        )
+    if head.backend == "numpy":
+        raise ValueError("'kernel' is 'on', but with backend = 'numpy' no kernel runs; allowed: 'auto', 'off'")
 
 
 @frozen
@@ -66,6 +83,11 @@ class FlashCCE:
         help="auto (numpy where MLX runs on the CPU and no trace is open, else mlx), mlx, or numpy",
         validator=in_(("auto", "mlx", "numpy")),
     )
+    kernel: str = option(
+        "auto",
+        help="one kernel between the products of a tile: auto (on a GPU, where it proves right), on (or an error), off",
+        validator=and_(in_(MODES), _runs_kernels),
+    )
 
     def __attrs_post_init__(self) -> None:
         if self.tile_memory is not None and self.token_tile is not None and self.vocab_tile is not None:
@@ -94,7 +116,8 @@ class FlashCCE:
         if tiles is numpy_tiles:
             return numpy_tiles.score(hidden, targets, output, tile, grad=grad, entropy=entropy, eps=self.eps)
         return mlx_tiles.score(
-            hidden, targets, output, tile, grad=grad, entropy=entropy, eps=self.eps, traced=traced
+            hidden, targets, output, tile,
+            grad=grad, entropy=entropy, eps=self.eps, traced=traced, epilogue=epilogue(self.kernel, grad=grad),
         )  # fmt: skip
 
     def output_gradients(
@@ -115,8 +138,7 @@ class FlashCCE:
 
     def _tiles(self, traced: bool) -> Any:
         """The tile loop. numpy cannot run inside a trace; there MLX's CPU `exp` and `tanh` have to do."""
-        on_cpu = mx.default_device() == mx.cpu
-        eager = not traced and (self.backend == "numpy" or (self.backend == "auto" and on_cpu))
+        eager = not traced and (self.backend == "numpy" or (self.backend == "auto" and on_cpu()))
         return numpy_tiles if eager else mlx_tiles
 
     def _tile(

@@ -7,6 +7,7 @@ transform `mx.eval` would keep every tile instead; a chain of dependencies holds
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -61,6 +62,14 @@ class Running:
         )
 
 
+class Advance(Protocol):
+    """`advance`, or what agrees with it."""
+
+    def __call__(
+        self, raw: mx.array, place: mx.array, before: Running, output: Output, /
+    ) -> tuple[Running, mx.array, mx.array]: ...
+
+
 def advance(
     raw: mx.array, place: mx.array, before: Running, output: Output
 ) -> tuple[Running, mx.array, mx.array]:  # fmt: skip
@@ -100,8 +109,10 @@ class _Tokens:
     """A tile of tokens on its way through the vocabulary."""
 
     def __init__(
-        self, hidden: mx.array, targets: mx.array, output: Output, *, grad: bool, entropy: bool, eps: float
-    ) -> None:
+        self, hidden: mx.array, targets: mx.array, output: Output, epilogue: Advance, *,
+        grad: bool, entropy: bool, eps: float,
+    ) -> None:  # fmt: skip
+        self._epilogue = epilogue
         self._hidden, self._targets = hidden, targets
         self._running = Running.start(len(targets), entropy=entropy)
         self._expected = mx.zeros(hidden.shape) if grad else None  # [t, D] Σ e^(z − peak) slope W
@@ -110,7 +121,7 @@ class _Tokens:
     def add(self, block: _Block, barrier: Barrier) -> None:
         raw = block.project(barrier.after(self._hidden))  # [t, v]
         place = self._targets - block.start
-        self._running, weights, rescale = advance(raw, place, self._running, block.output)
+        self._running, weights, rescale = self._epilogue(raw, place, self._running, block.output)
         left = self._running.arrays()
         if self._expected is not None:
             self._expected = rescale[:, None] * self._expected
@@ -218,12 +229,12 @@ def cost(
 
 def score(
     hidden: mx.array, targets: mx.array, output: Output, tile: tuple[int, int], *,
-    grad: bool, entropy: bool, eps: float = 0.0, traced: bool,
+    grad: bool, entropy: bool, eps: float = 0.0, traced: bool, epilogue: Advance = advance,
 ) -> TokenLogprobs:  # fmt: skip
     """Log-probabilities of `targets [M]` from `hidden [M, D]`, in tiles of (tokens, vocabulary)."""
     barrier = Barrier(traced=traced)
     tokens = [
-        _Tokens(hidden[start:stop], targets[start:stop], output, grad=grad, entropy=entropy, eps=eps)
+        _Tokens(hidden[start:stop], targets[start:stop], output, epilogue, grad=grad, entropy=entropy, eps=eps)
         for start, stop in spans(hidden.shape[0], tile[0])
     ]
     for block in _blocks(output, tile[1], barrier):

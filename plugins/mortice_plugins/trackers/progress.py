@@ -72,7 +72,7 @@ def training(metrics: Mapping[str, Any]) -> str:
     parts = [f"loss {metrics['loss']:.4f}"]
     parts += [f"{name} {metrics[name]:.3f}" for name in SHOWN if name in metrics]
     parts += [f"rate {metrics['learning_rate']:.2e}", f"{metrics['tokens_per_second']:.0f} tok/s"]
-    parts += [f"peak {metrics['memory_peak_gb']:.2f} GB"]
+    parts += [f"peak {metrics['memory_peak_gb']:.2f} GB", f"cache {metrics['memory_cache_gb']:.2f} GB"]
     if metrics.get("nonfinite_steps"):
         parts.append(f"skipped {metrics['nonfinite_steps']}")
     return "  ".join(parts)

@@ -1,0 +1,292 @@
+"""What a run will need, measured on two small slices of it: peak memory by part, and seconds a step.
+
+A formula for every strategy, model and backend would be wrong for most of them. So the strategies of the run themselves
+go forward and backward once over its longest rows, on the first few layers of its model and on twice as many; what a
+layer adds is then known, and the rest of the layers is extrapolated. Weights, optimizer and gradients are counted from
+their shapes. A model whose layers do not repeat is run whole.
+
+What this leaves out: what the allocator caches (`train.cache_limit`), Python's own memory, data held in RAM.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+from attrs import evolve, frozen
+from mlx.utils import tree_flatten
+
+from mortice.batch import Completion, Group
+from mortice.context import Randomness, SpanContext
+from mortice.linear import on_cpu
+from mortice.protocols import LiveOptimizer, Params
+from mortice.step import Engine
+
+PARTS = ("weights", "adapter", "optimizer", "gradients", "kept", "working")
+"""Parts of the peak, in the order in which they are shown."""
+MEANING = {
+    "weights": "of the model, as they are held",
+    "adapter": "trainable parameters beside the weights",
+    "optimizer": "its state",
+    "gradients": "of earlier micro-batches of the step",
+    "kept": "what the layers leave behind for the backward",
+    "working": "the largest of what runs at once: a segment, attention, a head tile",
+}
+
+
+@frozen
+class Estimate:
+    """What a run is predicted to need. Bytes and seconds."""
+
+    parts: Mapping[str, int]
+    """Of `PARTS`; they add up to the peak of a forward and backward."""
+    update: int
+    """The peak while the optimizer steps."""
+    seconds: float
+    """One optimizer step on the longest rows of the data."""
+    head: int
+    """Working memory of the head alone on the scored tokens of these rows."""
+    attention: int
+    """Working memory of one attention call alone, forward and backward."""
+    tokens: int
+    """Tokens of the largest micro-batch."""
+    longest: int
+    """Tokens of its longest row."""
+    scored: int
+    micro_batches: int
+    """In the step that was looked at."""
+    layers: tuple[int, ...]
+    """Layers that were run: two numbers where the rest was extrapolated."""
+    all_layers: int
+
+    @property
+    def peak(self) -> int:
+        return max(sum(self.parts.values()), self.update)
+
+
+@frozen(eq=False)
+class Workload:
+    """The largest step of a run: its groups, and those of its largest micro-batch."""
+
+    groups: tuple[Group, ...]
+    largest: tuple[Group, ...]
+    micro_batches: int
+    tokens: int
+    """Of the whole step."""
+
+
+def workload(engine: Engine, groups: Sequence[Group], batch_size: int) -> Workload:
+    """The `batch_size` longest groups as one step. Per-token vectors that a run fills in later are filled with zeros."""
+    longest = sorted(groups, key=_length, reverse=True)[:batch_size]
+    step = [_filled(group) for group in longest]
+    micros = engine.layout(step, engine.limits, prompt_targets="prompt_logprobs" in engine.requires)
+    largest = max(micros, key=lambda micro: micro.tokens)
+    return Workload(tuple(step), largest.groups, len(micros), sum(micro.tokens for micro in micros))
+
+
+def _length(group: Group) -> int:
+    return len(group.prompt_ids) + sum(len(c.ids) for c in group.completions)
+
+
+def _filled(group: Group) -> Group:
+    def fill(c: Completion) -> Completion:
+        zeros = (0.0,) * len(c.ids)
+        advantage = 0.0 if c.advantage is None else c.advantage
+        return evolve(
+            c, ref_logprobs=c.ref_logprobs or zeros, old_logprobs=c.old_logprobs or zeros, advantage=advantage
+        )  # fmt: skip
+
+    return group.with_completions([fill(c) for c in group.completions])
+
+
+def estimate(
+    engine: Engine,
+    params: Params,
+    optimizer: LiveOptimizer,
+    work: Workload,
+    *,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Estimate:
+    """Predict a run's peak and its time. Runs a few layers of the model; changes nothing."""
+    model = engine.model
+    repeats = _repeats(engine, work)
+    layers = model.num_layers
+    counts = (repeats, 2 * repeats) if 2 * repeats < layers else (layers,)
+    probes = []
+    for count in counts:
+        tell(f"running {count} of {layers} layers")
+        probes.append(_probe(engine, params, work.largest, count))
+
+    first, last = probes[0], probes[-1]
+    gradients = sum(p.nbytes for p in params.values())
+    growth = (last.peak - first.peak) / repeats if len(probes) == 2 else 0.0
+    pace = (last.seconds - first.seconds) / repeats if len(probes) == 2 else 0.0
+    beyond = layers - counts[0]
+    # The peak is at the top of the backward, or at its end, when all gradients are there.
+    extra = max(first.peak + growth * beyond, first.peak - first.gradients - growth * counts[0] + gradients)
+    kept = max(0, round(growth * layers)) if len(probes) == 2 else 0
+
+    named = model.named_parameters()
+    weights = sum(p.nbytes for name, p in named.items() if name not in params)
+    own = sum(p.nbytes for p in params.values())
+    optimizer.init(dict(params))
+    state = sum(a.nbytes for _, a in tree_flatten(optimizer.state) if isinstance(a, mx.array))
+    held = gradients if work.micro_batches > 1 else 0
+    micro = engine.arrange(work.largest).micros[0]
+    return Estimate(
+        parts={
+            "weights": weights,
+            "adapter": own,
+            "optimizer": state,
+            "gradients": held,
+            "kept": min(kept, round(extra)),
+            "working": max(0, round(extra) - min(kept, round(extra))),
+        },
+        update=weights + 2 * (own + state) + 2 * gradients,
+        seconds=(first.seconds + pace * beyond) * work.tokens / micro.tokens,
+        head=_head_memory(engine, micro.rows),
+        attention=_attention_memory(engine, work),
+        tokens=micro.tokens,
+        longest=max(row.length for row in micro.rows),
+        scored=sum(row.scored for row in micro.rows),
+        micro_batches=work.micro_batches,
+        layers=counts,
+        all_layers=layers,
+    )
+
+
+@frozen
+class _Probe:
+    peak: int
+    """Above what was held before."""
+    gradients: int
+    seconds: float
+
+
+def _probe(engine: Engine, params: Params, groups: Sequence[Group], layers: int) -> _Probe:
+    """One forward and backward of the first layers, twice: the first run warms up, the second is timed."""
+    model = engine.model if layers == engine.model.num_layers else engine.model.first_layers(layers)
+    own = {name: params[name] for name in model.names_of(model.parts, params)}
+    small = evolve(engine, model=model)
+    mx.eval(list(model.named_parameters().values()), own)
+    peaks, seconds = [], []
+    for _ in range(2):
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        start = time.perf_counter()
+        _, gradients = small.gradients(own, groups, Randomness(0, 0))
+        seconds.append(time.perf_counter() - start)
+        peaks.append(mx.get_peak_memory() - before)
+        size = sum(g.nbytes for g in gradients.values())
+        del gradients
+    engine.model.bind(own)
+    return _Probe(max(peaks), size, min(seconds))
+
+
+class _Recording(SpanContext):
+    """Notes what attention is asked for; computes nothing."""
+
+    def __init__(self, row: Any) -> None:
+        super().__init__(row)
+        self.calls: list[tuple[Any, ...]] = []
+
+    def attend(
+        self, q: mx.array, k: mx.array, v: mx.array, *, scale: float, window: int | None = None, layer: int = 0
+    ) -> mx.array:
+        self.calls.append((q.shape[1:], k.shape[1:], v.shape[1:], scale, window))
+        return mx.zeros((*q.shape[:2], v.shape[2]), q.dtype)
+
+
+def _signatures(engine: Engine, work: Workload) -> tuple[list[Any], list[tuple[Any, ...]]]:
+    """(what each layer looks like, every distinct attention call). A graph is built and never run."""
+    model = engine.model
+    ctx = _Recording(engine.arrange(work.largest[:1]).micros[0].rows[0])
+    carry = model.begin(ctx, ctx.tokens)
+    found: dict[int, list[Any]] = {}
+    calls: list[tuple[Any, ...]] = []
+    for place, block in enumerate(model.blocks):
+        ctx.calls = []
+        carry = model.run(carry, ctx, place, place + 1)
+        shapes = [(n, p.shape, p.dtype) for n, p in _own_parameters(block).items()]
+        found.setdefault(block.layer, []).append((type(block), str(shapes), tuple(ctx.calls), tuple(carry)))
+        calls += [call for call in ctx.calls if call not in calls]
+    return [found[layer] for layer in sorted(found)], calls
+
+
+def _own_parameters(block: Any) -> dict[str, mx.array]:
+    from mortice.modules import slots
+
+    return {name: owner[key] for name, owner, key in slots("", block)}
+
+
+def _repeats(engine: Engine, work: Workload) -> int:
+    """The smallest number of layers after which both the model and the backward's work repeat; all where they do not."""
+    layers, _ = _signatures(engine, work)
+    count = len(layers)
+    period = next(
+        p for p in range(1, count + 1) if all(layers[i] == layers[i + p] for i in range(count - p))
+    )  # fmt: skip
+    stride = getattr(engine.backward, "stride", 1)
+    if stride is None:
+        return count
+    blocks = len(engine.model.blocks) // count
+    stride = stride // math.gcd(stride, blocks)
+    return min(count, math.lcm(period, stride))
+
+
+def _head_memory(engine: Engine, rows: Sequence[Any]) -> int:
+    """Peak of the head on random hidden states of these rows."""
+    output = engine.model.output
+    width = output.take(mx.array([0])).shape[1]
+    scored = sum(row.scored for row in rows)
+    hidden = mx.random.normal((scored, width), key=mx.random.key(0)).astype(engine.model.dtype)
+    targets = mx.zeros((scored,), mx.int32)
+
+    def run() -> None:
+        scores = engine.head.score(hidden, targets, output, grad=True)
+        mx.eval(scores.logprobs, scores.dhidden)
+
+    mx.eval(hidden, targets)
+    return 0 if getattr(engine.head, "output_for", None) else _peak_of(run)
+
+
+def _attention_memory(engine: Engine, work: Workload) -> int:
+    """The largest peak of one attention call on the longest row, forward and backward."""
+    _, calls = _signatures(engine, work)
+    micro = engine.arrange(work.largest).micros[0]
+    row = max(micro.rows, key=lambda row: row.length)
+    peaks = [0]
+    for q, k, v, scale, window in calls:
+        ctx = SpanContext(row, attention_chunk=engine.attention_chunk)
+        arrays = [mx.zeros((row.length, *shape), engine.model.dtype) for shape in (q, k, v)]
+        seed = mx.zeros((row.length, q[0], v[1]), engine.model.dtype)
+        mx.eval(arrays, seed)
+
+        def run(ctx: Any = ctx, arrays: Any = arrays, seed: Any = seed, scale: Any = scale, window: Any = window) -> None:
+            mx.eval(mx.vjp(lambda *x: [ctx.attend(*x, scale=scale, window=window)], arrays, [seed])[1])
+
+        peaks.append(_peak_of(run))
+    return max(peaks)
+
+
+def _peak_of(run: Callable[[], None]) -> int:
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    run()
+    return mx.get_peak_memory() - before
+
+
+def machine_memory() -> int:
+    """Bytes that arrays may take on this machine: the GPU's working set, or the memory of the machine."""
+    if not on_cpu():
+        info: Mapping[str, Any] = mx.device_info()
+        told = info.get("max_recommended_working_set_size") or info.get("total_memory") or info.get("memory_size")
+        if told:
+            return int(told)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
