@@ -17,7 +17,7 @@ from attrs import evolve, frozen
 from mortice.batch import Gradients, TokenLogprobs
 from mortice.model import Output
 from mortice.options import ge, option
-from mortice_plugins.heads.mlx_tiles import Barrier, nothing
+from mortice_plugins.heads.mlx_tiles import Barrier, Running, advance, joined, nothing, sloped
 from mortice_plugins.heads.tiling import spans
 
 ROWS = 8192
@@ -41,19 +41,16 @@ class Chunked:
         if not count:
             return nothing(width, grad=grad, entropy=entropy)
         barrier = Barrier(traced=traced)
-        found: list[list[mx.array]] = []
+        found = []
         for start, stop in spans(count, self.chunk):
-            raw = _project(hidden[start:stop], output, barrier)  # [c, V]
-            found.append(_chunk_scores(raw, targets[start:stop], output, barrier, grad=grad, entropy=entropy))
-            barrier.done(found[-1])
-        columns = iter([mx.concatenate(parts) for parts in zip(*found)])
-        logprobs, lse = next(columns), next(columns)
-        return TokenLogprobs(
-            logprobs,
-            lse=lse,
-            entropy=next(columns) if entropy else None,
-            dhidden=next(columns) if grad else None,
-        )
+            y = targets[start:stop]
+            nothing_yet = Running.start(stop - start, entropy=entropy)
+            running, weights, _ = advance(_project(hidden[start:stop], output, barrier), y, nothing_yet, output)
+            barrier.done([*running.arrays(), weights])  # the raw logits are free from here on
+            scores = running.scores(y, output, _pull(weights, output, barrier) if grad else None)
+            barrier.done([x for x in (scores.logprobs, scores.lse, scores.entropy, scores.dhidden) if x is not None])
+            found.append(scores)
+        return joined(found)
 
     def output_gradients(
         self, hidden: mx.array, targets: mx.array, output: Output, dlogprobs: mx.array, lse: mx.array, *,
@@ -72,28 +69,10 @@ class Chunked:
         return gradients
 
 
-def _chunk_scores(
-    raw: mx.array, targets: mx.array, output: Output, barrier: Barrier, *, grad: bool, entropy: bool
-) -> list[mx.array]:
-    """`[logprobs, lse, (entropy), (dhidden)]` of a chunk, from its raw logits `[c, V]`."""
-    logits = output.finish(raw)
-    lse = mx.logsumexp(logits, axis=1)  # [c]
-    logprobs = mx.take_along_axis(logits, targets[:, None], axis=1).squeeze(1) - lse
-    scores = [logprobs, lse]
-    if entropy:
-        centred = logits - lse[:, None]
-        scores.append(-(mx.exp(centred) * centred).sum(axis=1))
-    if grad:
-        barrier.done([*scores, raw])
-        scores.append(_pull(_dlogits(raw, targets, output, lse), output, barrier))
-    return scores
-
-
 def _dlogits(raw: mx.array, targets: mx.array, output: Output, lse: mx.array) -> mx.array:
     """d logprob / d raw logits, `[c, V]`."""
-    g = -mx.exp(output.finish(raw) - lse[:, None])
-    g = g.at[mx.arange(len(targets)), targets].add(1.0)
-    return g if output.softcap is None and output.temperature == 1.0 else g * output.slope(raw)
+    hit = targets[:, None] == mx.arange(output.vocab)
+    return sloped(hit - mx.exp(output.finish(raw) - lse[:, None]), raw, output)
 
 
 def _project(hidden: mx.array, output: Output, barrier: Barrier) -> mx.array:

@@ -5,11 +5,11 @@ rows are rescaled as FlashAttention does, so that log-probability, `âˆ‚logprob/â
 The loss later scales each row of that unit gradient; no second pass is needed. The memory is that of one tile
 (`tiling` says what it holds and how its shape follows from `tile_memory`) and the unit gradient itself.
 
-With `eps` the product that makes the unit gradient leaves out, block by block of the vocabulary, the tokens to whom no
-entry of the block is more probable than `eps`. Probabilities are taken relative to what is known of the normaliser when
-the block is reached: the sum so far, or the target's own weight where that is larger. Either is a lower bound of the
-final one, so nothing that ends up above `eps` is ever left out, in one pass. The target's own row always counts in full.
-Log-probabilities, `lse` and entropy are exact at any `eps`.
+With `eps` the product that makes the unit gradient leaves out, block by block of the vocabulary, tokens for which no
+entry of the block is more probable than `eps` (times the slope of a soft cap). Probabilities are relative to what is
+known of the normaliser when the block is reached: the sum so far, or the target's own weight where that is larger.
+Either is a lower bound of the final one, so nothing that ends up above `eps` is left out, in one pass. The target's own
+row always counts in full. Log-probabilities, `lse` and entropy are exact at any `eps`.
 
 Cut your losses in large-vocabulary language models: Wijmans et al., 2024 (arXiv:2411.09009), also for the filter; the
 rescaling: Dao et al., FlashAttention, 2022 (arXiv:2205.14135). On a GPU one kernel does what lies between the two
@@ -112,7 +112,7 @@ class FlashCCE:
                 'take a backward that runs the head outside ([backward] name = "segmented"), or eps = 0'
             )
         tiles = self._tiles(traced)
-        tile = self._tile(tiles, hidden, output, grad=grad, entropy=entropy)
+        tile = self._tile(tiles, hidden, output, grad=grad, entropy=entropy, traced=traced)
         if tiles is numpy_tiles:
             return numpy_tiles.score(hidden, targets, output, tile, grad=grad, entropy=entropy, eps=self.eps)
         return mlx_tiles.score(
@@ -129,7 +129,7 @@ class FlashCCE:
         if not gradients or not hidden.shape[0]:
             return gradients
         tiles = self._tiles(traced)
-        tile = self._tile(tiles, hidden, output, grad=True, entropy=False)
+        tile = self._tile(tiles, hidden, output, grad=True, entropy=False, traced=traced)
         if tiles is numpy_tiles:
             numpy_tiles.output_gradients(hidden, targets, output, dlogprobs, lse, tile, gradients)
         else:
@@ -141,12 +141,16 @@ class FlashCCE:
         eager = not traced and (self.backend == "numpy" or (self.backend == "auto" and on_cpu()))
         return numpy_tiles if eager else mlx_tiles
 
-    def _tile(self, tiles: Any, hidden: mx.array, output: Output, *, grad: bool, entropy: bool) -> tuple[int, int]:
+    def _tile(
+        self, tiles: Any, hidden: mx.array, output: Output, *, grad: bool, entropy: bool, traced: bool
+    ) -> tuple[int, int]:  # fmt: skip
         """(tokens, vocabulary entries) of a tile."""
         if self.token_tile is not None and self.vocab_tile is not None:
             return self.token_tile, self.vocab_tile
         budget = self.tile_memory or TILE_MEMORY
-        cost = tiles.cost(hidden, output, grad=grad, entropy=entropy)
+        cost = tiles.cost(
+            hidden, output, grad=grad, entropy=entropy, filtered=grad and self.eps > 0, traced=traced
+        )  # fmt: skip
         try:
             return choose_tile(
                 parse_size(budget), hidden.shape[0], output.vocab, cost,

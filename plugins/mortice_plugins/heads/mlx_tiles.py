@@ -39,6 +39,28 @@ class Running:
     def arrays(self) -> list[mx.array]:
         return [a for a in (self.peak, self.total, self.target, self.spread) if a is not None]
 
+    def scores(
+        self, targets: mx.array, output: Output, expected: mx.array | None, missed: mx.array | None = None
+    ) -> TokenLogprobs:  # fmt: skip
+        """What all blocks together say; `expected [t, D]` is Σ e^(z − peak) slope W, where a gradient is wanted.
+
+        `missed [t]` marks tokens in whose `expected` the target's own row is not.
+        """
+        log_total = mx.log(self.total)
+        logprobs = (output.finish(self.target) - self.peak) - log_total
+        dhidden = None
+        if expected is not None:
+            own = output.slope(self.target)
+            if missed is not None:
+                own = own * (1.0 - mx.where(missed, mx.exp(logprobs), 0.0))
+            dhidden = own[:, None] * output.take(targets) - expected / self.total[:, None]
+        return TokenLogprobs(
+            logprobs,
+            lse=self.peak + log_total,
+            entropy=None if self.spread is None else log_total - self.spread / self.total,
+            dhidden=dhidden,
+        )
+
 
 class Advance(Protocol):
     """`advance`, or what agrees with it."""
@@ -68,7 +90,7 @@ def advance(
         spread = rescale * (spread + shift * before.total) + (weights * z).sum(axis=1)
     total = rescale * before.total + weights.sum(axis=1)
     now = Running(peak, total, _pick(raw, place, before.target), spread)
-    return now, _sloped(weights, raw, output), rescale
+    return now, sloped(weights, raw, output), rescale
 
 
 def _pick(raw: mx.array, place: mx.array, otherwise: mx.array) -> mx.array:
@@ -78,7 +100,7 @@ def _pick(raw: mx.array, place: mx.array, otherwise: mx.array) -> mx.array:
     return mx.where(inside, mx.take_along_axis(raw, place[:, None], axis=1).squeeze(1), otherwise)
 
 
-def _sloped(x: mx.array, raw: mx.array, output: Output) -> mx.array:
+def sloped(x: mx.array, raw: mx.array, output: Output) -> mx.array:
     """x · slope, `[t, v]`; no array is made of a slope that is 1 everywhere."""
     return x if output.softcap is None and output.temperature == 1.0 else x * output.slope(raw)
 
@@ -91,7 +113,7 @@ class _Tokens:
         grad: bool, entropy: bool, eps: float,
     ) -> None:  # fmt: skip
         self._epilogue = epilogue
-        self._hidden, self._targets, self._eps = hidden, targets, eps
+        self._hidden, self._targets = hidden, targets
         self._running = Running.start(len(targets), entropy=entropy)
         self._expected = mx.zeros(hidden.shape) if grad else None  # [t, D] Σ e^(z − peak) slope W
         self._filter = _Filter(hidden, targets, output, eps) if grad and eps else None
@@ -111,22 +133,8 @@ class _Tokens:
         barrier.done(left)
 
     def scores(self, output: Output) -> TokenLogprobs:
-        """What all blocks together say."""
-        running = self._running
-        log_total = mx.log(running.total)
-        logprobs = (output.finish(running.target) - running.peak) - log_total
-        dhidden = None
-        if self._expected is not None:
-            own = output.slope(running.target)
-            if self._filter is not None:
-                own = own * (1.0 - mx.where(mx.array(self._filter.missed), mx.exp(logprobs), 0.0))
-            dhidden = own[:, None] * output.take(self._targets) - self._expected / running.total[:, None]
-        return TokenLogprobs(
-            logprobs,
-            lse=running.peak + log_total,
-            entropy=None if running.spread is None else log_total - running.spread / running.total,
-            dhidden=dhidden,
-        )
+        missed = None if self._filter is None else mx.array(self._filter.missed)
+        return self._running.scores(self._targets, output, self._expected, missed)
 
 
 class _Filter:
@@ -211,9 +219,12 @@ class Barrier:
         return mx.depends(x, self._last) if self._last else x
 
 
-def cost(hidden: mx.array, output: Output, *, grad: bool, entropy: bool) -> TileCost:
-    """What a tile of `score` holds; MLX makes a new array of every step between the two products."""
-    return TileCost(hidden.shape[1], logits=4)
+def cost(
+    hidden: mx.array, output: Output, *, grad: bool, entropy: bool, filtered: bool = False, traced: bool = False
+) -> TileCost:  # fmt: skip
+    """What a tile of `score` holds, as measured: inside a trace MLX allocates several steps ahead of what it runs."""
+    extras = int(entropy) + int(output.softcap is not None or output.temperature != 1.0)
+    return TileCost(hidden.shape[1], logits=6 + 3 * extras if traced else 2 + 2 * extras, filtered=filtered)
 
 
 def score(
@@ -229,24 +240,14 @@ def score(
     for block in _blocks(output, tile[1], barrier):
         for some in tokens:
             some.add(block, barrier)
-    found = [some.scores(output) for some in tokens]
-
-    def joined(name: str) -> mx.array:
-        return mx.concatenate([getattr(scores, name) for scores in found])
-
-    return TokenLogprobs(
-        joined("logprobs"),
-        lse=joined("lse"),
-        entropy=joined("entropy") if entropy else None,
-        dhidden=joined("dhidden") if grad else None,
-    )
+    return joined([some.scores(output) for some in tokens])
 
 
 def output_gradients(
     hidden: mx.array, targets: mx.array, output: Output, dlogprobs: mx.array, lse: mx.array, tile: tuple[int, int],
     into: Gradients, *, traced: bool,
 ) -> None:  # fmt: skip
-    """Add the gradients of the output's parameters: `d loss / d raw logits` of each tile goes to `output.accumulate`."""
+    """Add the gradients of the output's parameters: `output.accumulate` gets `d loss / d raw logits` of each tile."""
     barrier = Barrier(traced=traced)
     for block in _blocks(output, tile[1], barrier):
         places = mx.arange(block.start, block.stop)
@@ -255,7 +256,7 @@ def output_gradients(
             raw = block.project(h)  # [t, v]
             p = mx.exp(output.finish(raw) - lse[start:stop, None])
             hit = targets[start:stop, None] == places
-            g = _sloped(dlogprobs[start:stop, None] * (hit - p), raw, output)
+            g = sloped(dlogprobs[start:stop, None] * (hit - p), raw, output)
             output.accumulate(h, g, block.start, block.stop, into)
             barrier.done(list(into.values()))
 
@@ -264,6 +265,18 @@ def _blocks(output: Output, size: int, barrier: Barrier) -> Iterator[_Block]:
     """The blocks of the vocabulary; the float rows of each are made after the last tile of the one before."""
     for start, stop in spans(output.vocab, size):
         yield _Block.of(evolve(output, weight=barrier.after(output.weight)), start, stop)
+
+
+def joined(parts: Sequence[TokenLogprobs]) -> TokenLogprobs:
+    """The scores of runs of tokens, one after the other."""
+
+    def whole(name: str) -> mx.array | None:
+        found = [getattr(part, name) for part in parts]
+        return None if found[0] is None else mx.concatenate(found)
+
+    logprobs = whole("logprobs")
+    assert logprobs is not None
+    return TokenLogprobs(logprobs, lse=whole("lse"), entropy=whole("entropy"), dhidden=whole("dhidden"))
 
 
 def nothing(width: int, *, grad: bool, entropy: bool) -> TokenLogprobs:

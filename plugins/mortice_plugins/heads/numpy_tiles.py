@@ -17,9 +17,12 @@ from mortice.model import Output
 from mortice_plugins.heads.tiling import FILTER_BLOCK, LOG_HIGHEST, TileCost, spans, worth_gathering
 
 
-def cost(hidden: mx.array, output: Output, *, grad: bool, entropy: bool) -> TileCost:
+def cost(
+    hidden: mx.array, output: Output, *, grad: bool, entropy: bool, filtered: bool = False, traced: bool = False
+) -> TileCost:  # fmt: skip
     """What a tile of `score` holds; a second `[t, v]` where weights and logits are wanted at the same time."""
-    return TileCost(hidden.shape[1], logits=2 if entropy or (grad and output.softcap is not None) else 1)
+    both = entropy or (grad and output.softcap is not None)
+    return TileCost(hidden.shape[1], logits=2 if both else 1, filtered=filtered)
 
 
 def score(
@@ -37,7 +40,7 @@ def score(
     spread = np.zeros(count, np.float32)  # Σ e^(z − peak) (z − peak)
     unit, expected = _zeros(count, width) if grad else (None, None)  # [M, D] Σ e^(z − peak) (1 − tanh²) W
     product = _zeros(min(tile[0], count), width)[1] if grad else None  # [t, D]
-    likely = _Likely(h, targets, output, eps, tiles) if grad and eps else None
+    likely = _Likely(h, targets, output, eps, tiles, product) if product is not None and eps else None
     for start, stop, rows in tiles.blocks():
         for at in tiles.tokens():
             z = tiles.logits(h[at], rows)  # [t, v]
@@ -61,6 +64,7 @@ def score(
                     expected[at] += np.matmul(weights, rows, out=product[: len(weights)])
                 else:
                     likely.pull(weights, rows, y[at] - start, at, top, total[at], into=expected[at])
+        del rows  # before the floats of the next block are made
 
     spread_mean = spread / total
     lse = peak + np.log(total)
@@ -84,7 +88,7 @@ def output_gradients(
     hidden: mx.array, targets: mx.array, output: Output, dlogprobs: mx.array, lse: mx.array, tile: tuple[int, int],
     into: Gradients,
 ) -> None:  # fmt: skip
-    """Add the gradients of the output's parameters: `d loss / d raw logits` of each tile goes to `output.accumulate`."""
+    """Add the gradients of the output's parameters: `output.accumulate` gets `d loss / d raw logits` of each tile."""
     hidden = hidden.astype(mx.float32)
     h, y, d, norm = _floats(hidden), np.asarray(targets), _floats(dlogprobs), _floats(lse)
     tiles = _Tiles(output, tile, len(h))
@@ -102,6 +106,7 @@ def output_gradients(
             g *= (d[at] / output.temperature)[:, None]
             output.accumulate(hidden[at], tiles.shared(g), start, stop, into)
             mx.eval(into)  # before the scratch that `g` lies in is written again
+        del rows
 
 
 class _Tiles:
@@ -158,8 +163,11 @@ class _Tiles:
 class _Likely:
     """Which tokens have anything to gain from a block of output rows, and the product for those alone."""
 
-    def __init__(self, h: np.ndarray, targets: mx.array, output: Output, eps: float, tiles: _Tiles) -> None:
-        self._eps = eps
+    def __init__(
+        self, h: np.ndarray, targets: mx.array, output: Output, eps: float, tiles: _Tiles, product: np.ndarray
+    ) -> None:  # fmt: skip
+        self._eps, self._product = eps, product
+        self._gathered = _zeros(len(product) * FILTER_BLOCK)[1]
         self._target = np.zeros(len(h), np.float32)  # z_y, a lower bound of the normaliser that is known from the start
         for at in tiles.tokens():
             raw = np.einsum("td,td->t", h[at], np.asarray(output.take(targets[at])))
@@ -168,8 +176,8 @@ class _Likely:
         """`[M]` whether the target's own row was left out with its block."""
 
     def pull(
-        self, weights: np.ndarray, rows: np.ndarray, place: np.ndarray, at: slice, peak: np.ndarray, total: np.ndarray, *,
-        into: np.ndarray,
+        self, weights: np.ndarray, rows: np.ndarray, place: np.ndarray, at: slice, peak: np.ndarray,
+        total: np.ndarray, *, into: np.ndarray,
     ) -> None:  # fmt: skip
         """Add `weights [t, v] @ rows [v, D]` to the running sums `[t, D]`, without what is not likely."""
         least = np.exp(np.minimum(self._target[at] - peak, LOG_HIGHEST))
@@ -178,12 +186,15 @@ class _Likely:
         for start, stop in spans(len(rows), FILTER_BLOCK):
             part = weights[:, start:stop]
             kept = part.max(axis=1) > floor
-            if not worth_gathering(np.count_nonzero(kept), len(kept)):
-                into += part @ rows[start:stop]
+            index = np.flatnonzero(kept)
+            if not worth_gathering(len(index), len(kept)):
+                into += np.matmul(part, rows[start:stop], out=self._product[: len(part)])
                 continue
             missed |= ~kept & (place >= start) & (place < stop)
-            if kept.any():
-                into[kept] += part[kept] @ rows[start:stop]
+            if len(index):
+                some = self._gathered[: len(index) * (stop - start)].reshape(len(index), stop - start)
+                np.take(part, index, axis=0, out=some, mode="clip")  # other modes buffer `out`
+                into[index] += np.matmul(some, rows[start:stop], out=self._product[: len(index)])
 
 
 def _uncapped(z: np.ndarray, output: Output, out: np.ndarray | None = None) -> np.ndarray:

@@ -1,9 +1,9 @@
 """How large a tile of tokens × vocabulary is, within a budget of memory.
 
-A tile of t tokens and v vocabulary entries at width D holds, in float32, its logits `[t, v]` (several times over, as the
-tile loop says), the output rows `[v, D]` as floats, and the product `[t, D]` with the sum that it is added to. Its two
-products do 4·t·v·D operations and move `[v, D]` once and `[t, D]` three times, so what memory traffic costs a product
-is proportional to 1/t + 3/v: of the tiles that fill the budget, the one with the least of that is taken.
+A tile of t tokens and v vocabulary entries at width D holds, in float32, its logits `[t, v]` (several times over, as
+the tile loop says), the output rows `[v, D]` as floats, and the product `[t, D]` with the sum that it is added to. Its
+two products do 4·t·v·D operations and move `[v, D]` once and `[t, D]` three times, so the traffic of an operation is
+proportional to 1/t + 3/v: of the tiles that fill the budget, the one with the least of that is taken.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FLOAT = 4
 ALIGN = 64
 """Vocabulary entries; blocks of such a multiple suit every matrix unit."""
 
-FILTER_BLOCK = 1024
+FILTER_BLOCK = 512
 """Vocabulary entries that are left out of the unit gradient, or kept, together."""
 
 LOG_HIGHEST = 80.0
@@ -43,21 +43,29 @@ class TileCost:
     """D."""
     logits: int = 1
     """Arrays `[t, v]` that live at the same time."""
+    filtered: bool = False
+    """Whether rows of weights are gathered for a product of their own."""
+
+    @property
+    def _token(self) -> int:
+        """Of one token, beside its logits."""
+        return 2 * self.width + (FILTER_BLOCK + self.width if self.filtered else 0)
 
     def bytes(self, tokens: int, vocab: int) -> int:
-        return FLOAT * (self.logits * tokens * vocab + 2 * tokens * self.width + vocab * self.width)
+        return FLOAT * (self.logits * tokens * vocab + tokens * self._token + vocab * self.width)
 
     def vocab_within(self, budget: int, tokens: int) -> int:
         """The most vocabulary entries for that many tokens; 0 or less where none fit."""
-        return (budget // FLOAT - 2 * tokens * self.width) // (self.logits * tokens + self.width)
+        return (budget // FLOAT - tokens * self._token) // (self.logits * tokens + self.width)
 
     def tokens_within(self, budget: int, vocab: int) -> int:
         """The most tokens for that many vocabulary entries; 0 or less where none fit."""
-        return (budget // FLOAT - vocab * self.width) // (self.logits * vocab + 2 * self.width)
+        return (budget // FLOAT - vocab * self.width) // (self.logits * vocab + self._token)
 
 
 def choose_tile(
-    budget: int, tokens: int, vocab: int, cost: TileCost, *, token_tile: int | None = None, vocab_tile: int | None = None
+    budget: int, tokens: int, vocab: int, cost: TileCost, *,
+    token_tile: int | None = None, vocab_tile: int | None = None,
 ) -> tuple[int, int]:  # fmt: skip
     """(tokens, vocabulary entries) of a tile within `budget` bytes, for `tokens` scored tokens; one of them may be set.
 
@@ -86,6 +94,6 @@ def _even_parts(count: int) -> list[int]:
 
 
 def _even(count: int, most: int) -> int:
-    """A size of at most `most` that cuts `count` into the fewest parts of about one size, aligned where there is room."""
+    """A size of at most `most` that cuts `count` into the fewest, nearly equal parts; aligned where there is room."""
     size = -(-count // -(-count // most))
     return min(most, -(-size // ALIGN) * ALIGN)
