@@ -269,12 +269,8 @@ def _attention_memory(engine: Engine, work: Workload) -> int:
         seed = mx.zeros((row.length, q[0], v[1]), engine.model.dtype)
         mx.eval(arrays, seed)
 
-        def run(
-            ctx: Any = ctx, arrays: Any = arrays, seed: Any = seed, scale: Any = scale, window: Any = window
-        ) -> None:
-            mx.eval(mx.vjp(lambda *x: [ctx.attend(*x, scale=scale, window=window)], arrays, [seed])[1])
-
-        peaks.append(_peak_of(run))
+        attend = partial(ctx.attend, scale=scale, window=window)
+        peaks.append(_peak_of(partial(_backward, attend, arrays, seed)))
     return max(peaks)
 
 
