@@ -13,7 +13,7 @@ from mortice.objective import WeightedLoss, count_terms, make_batch
 from mortice.step import Engine, clip, global_norm
 from mortice_plugins.backwards.checkpoint import Checkpoint
 from mortice_plugins.backwards.full import Full
-from mortice_plugins.backwards.segmented import Segmented
+from mortice_plugins.backwards.segmented import KEEP, Segmented
 from mortice_plugins.heads.dense import Dense
 from mortice_plugins.heads.flash_cce import FlashCCE
 from mortice_plugins.layouts.packed import Packed
@@ -47,6 +47,7 @@ BACKWARDS = {
     "full": Full(),
     **{f"segmented-{n}": Segmented(segment_size=n) for n in (1, 2, 3, 4, 5, 6, 9)},
     "segmented-unequal": Segmented(cuts=(1, 4, 5)),
+    **{f"segmented-{n}-{keep}": Segmented(segment_size=n, keep=keep) for n in (1, 4) for keep in KEEP},
     **{f"segmented-{n}-traced": Segmented(segment_size=n, eager=False) for n in (1, 3, 9)},
     **{f"checkpoint-{n}": Checkpoint(segment_size=n) for n in (1, 2, 4, 9)},
 }

@@ -8,7 +8,7 @@ backward needs no maximum and no sum (Dao et al., FlashAttention, 2022, arXiv:22
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import numpy as np
@@ -29,6 +29,8 @@ class Stretch:
 @frozen(eq=False)
 class RowAttention:
     """`q [T, H, d]`, `k, v [T, Hk, d]` → `[T, H, d]`: each stretch of queries on the ranges that it may see."""
+
+    worth_keeping: ClassVar = True
 
     stretches: Sequence[Stretch]
     scale: float

@@ -13,17 +13,21 @@ tape is active an operation's caller takes its traced twin.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import mlx.core as mx
 from attrs import define, field, frozen
 
 
 class Operation(Protocol):
-    """An operation on evaluated arrays with a backward of its own. Called outside every trace; may use numpy."""
+    """An operation on evaluated arrays with a backward of its own. Called outside every trace; may use numpy.
+
+    `worth_keeping` (a class attribute, False where there is none): whether a strategy that runs a piece twice does well
+    to keep the output of the first time.
+    """
 
     def forward(self, *inputs: mx.array) -> tuple[mx.array, Any]:
         """The output, evaluated, and whatever the backward wants to know of the forward."""
@@ -50,12 +54,20 @@ class _Reached(Exception):
     """The stage has got to the inputs of the operation behind it."""
 
 
+Kept: TypeAlias = "list[tuple[mx.array, Any]]"
+"""(output, saved) of the operations of a piece that are worth keeping, in order."""
+
+
 @define(eq=False)
 class Tape:
     """What ran in a piece of a model; in `vjp` also what stands in for it."""
 
     keep: bool = True
+    """Whether all that runs is remembered for `vjp`."""
+    earlier: Iterator[tuple[mx.array, Any]] = field(factory=lambda: iter(()))
+    """What was kept of an earlier run of the same piece, to be taken instead of running it again."""
     entries: list[Entry] = field(factory=list)
+    kept: Kept = field(factory=list)
     _stand_ins: Sequence[mx.array] | None = None
     _at: int = 0
     _reached: tuple[mx.array, ...] = ()
@@ -69,7 +81,11 @@ class Tape:
             self._reached = inputs
             raise _Reached
         mx.eval(inputs)
-        output, saved = operation.forward(*inputs)
+        worth_keeping = getattr(operation, "worth_keeping", False)
+        known = next(self.earlier, None) if worth_keeping else None
+        output, saved = operation.forward(*inputs) if known is None else known
+        if worth_keeping:
+            self.kept.append((output, saved))
         if self.keep:
             self.entries.append(Entry(operation, inputs, output, saved))
         return output
@@ -106,9 +122,10 @@ def _active(tape: Tape | None) -> Iterator[Tape | None]:
 
 
 @contextmanager
-def eagerly(*, keep: bool = False) -> Iterator[Tape]:
-    """Let operations run at once. With `keep` the tape remembers them for `vjp`."""
-    tape = Tape(keep)
+def eagerly(*, keep: bool = False, earlier: Iterable[tuple[mx.array, Any]] = ()) -> Iterator[Tape]:
+    """Let operations run at once. With `keep` the tape remembers them for `vjp`; `earlier` is what a tape of the same
+    piece kept, which is then not run again."""
+    tape = Tape(keep, iter(earlier))
     with _active(tape):
         yield tape
 

@@ -1,22 +1,23 @@
 """Backward a few blocks at a time.
 
-The forward keeps the carry at every cut and nothing else; the objective runs between the two passes, outside every
-transform; then each segment is run again and differentiated by itself. The whole carry is detached and seeded, so
-that what later layers share (donor K/V) gets its cotangents across segments with no code of its own.
+The forward keeps the carry at every cut; the objective runs between the two passes, outside every transform; then each
+segment is run again and differentiated by itself. The whole carry is detached and seeded, so that what later layers
+share (donor K/V) gets its cotangents across segments with no code of its own.
 
-Costs one extra forward. Memory: the cuts, and the activations of one segment.
+Costs up to one extra forward. Memory: the cuts, and the activations of one segment. Where MLX runs on the CPU, the
+blocks of a segment are differentiated in stages around attention and activations (`mortice.staging`), and more than the
+cuts may be kept, so that less is run again.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
 import mlx.core as mx
-from attrs import evolve, frozen
+from attrs import define, evolve, field, frozen
 
 from mortice import staging
 from mortice.batch import Gradients
@@ -25,9 +26,12 @@ from mortice.errors import ConfigError
 from mortice.linear import on_cpu
 from mortice.model import Carry, Model
 from mortice.objective import Objective, ObjectiveResult
-from mortice.options import ge, option
+from mortice.options import ge, in_, option
 from mortice.protocols import Params
-from mortice.staging import Tape
+from mortice.staging import Kept, Tape
+
+KEEP = ("everything", "attention", "cuts")
+"""What may stay between the two passes, most memory first."""
 
 
 def _rising(instance: Any, attribute: Any, value: tuple[int, ...]) -> None:
@@ -52,8 +56,18 @@ class Segmented:
         help="where MLX runs on the CPU, run attention and activations in numpy between the traces; false: in MLX, "
         "inside them",
     )
+    keep: str = option(
+        "auto",
+        help='what stays between the two passes: "cuts", "attention" (and its outputs, so that it runs once) or '
+        '"everything" (nothing runs twice); more than cuts only where eager is in force; "auto": attention there',
+        validator=in_(("auto", *KEEP)),
+    )
 
-    leaner: ClassVar = {"segment_size": (8, 4, 2, 1)}
+    leaner: ClassVar = {"keep": KEEP, "segment_size": (8, 4, 2, 1)}
+
+    def __attrs_post_init__(self) -> None:
+        if not self.eager and self.keep in ("attention", "everything"):
+            raise ValueError(f"keep is {self.keep!r}, which needs eager = true: a trace keeps cuts only")
 
     @property
     def stride(self) -> int | None:
@@ -68,72 +82,140 @@ class Segmented:
         bounds = (0, *self.cuts, blocks)
         return list(itertools.pairwise(bounds))
 
+    def _kept(self) -> str:
+        """What is kept in force. Raises ConfigError where a GPU cannot."""
+        eager = self.eager and on_cpu()
+        if self.keep == "auto":
+            return "attention" if eager else "cuts"
+        if self.keep != "cuts" and not eager:
+            raise ConfigError(f'backward.keep: {self.keep!r} is for MLX on the CPU; on a GPU "cuts" are kept')
+        return self.keep
+
     def __call__(
         self, model: Model, params: Params, contexts: Sequence[SpanContext], objective: Objective, /
     ) -> tuple[ObjectiveResult, Gradients]:
         model.bind(params)
-        end = len(model.blocks)
-        segments = self.segments(end)
-        own = {start: model.names_of(model.blocks[start:stop], params) for start, stop in segments}
+        bounds = self.segments(len(model.blocks))
         before, after = model.parts_around()
         embedding, final = model.names_of(before, params), model.names_of(after, params)
         # Nothing before the first segment that trains needs a gradient.
-        first = 0 if embedding else min((start for start in own if own[start]), default=end)
+        trains = [start for start, stop in bounds if model.names_of(model.blocks[start:stop], params)]
+        first = 0 if embedding else min(trains, default=len(model.blocks))
+        keep, eager = self._kept(), self.eager and on_cpu()
 
-        eager = self.eager and on_cpu()
-
-        kept: list[dict[int, Carry]] = []
-        hiddens = []
+        gradients: Gradients = {}
+        rows: list[tuple[list[_Segment], Carry]] = []
         for ctx in contexts:
             carry = model.begin(ctx, ctx.tokens)
-            held: dict[int, Carry] = {}
-            for start, stop in segments:
+            segments: list[_Segment] = []
+            for start, stop in bounds:
+                kind = _EagerSegment if eager else _Segment
+                segment = kind(model, params, gradients, ctx, start, stop, keep)
+                carry = segment.forward(carry, held=start >= first)
                 if start >= first:
-                    held[start] = carry
-                with staging.eagerly() if eager else nullcontext():
-                    carry = model.run(carry, ctx, start, stop)
-                mx.eval(carry)
-            held[end] = carry
-            kept.append(held)
-            hiddens.append(model.finish(carry))
-            mx.eval(hiddens[-1])
-
+                    segments.append(segment)
+            rows.append((segments, carry))
+        hiddens = [model.finish(carry) for _, carry in rows]
+        mx.eval(hiddens)
         result = objective(hiddens)
-        gradients = dict(result.gradients)
+        gradients |= result.gradients
         final = [name for name in final if name not in gradients]
         assert result.dhidden is not None
         del hiddens
 
-        for ctx, held, dhidden in zip(contexts, kept, result.dhidden):
+        for ctx, dhidden in zip(contexts, result.dhidden):
+            segments, carry = rows.pop(0)
             pull = partial(_pull, model, params, gradients)
-            seed = pull(lambda carry: {"hidden": model.finish(carry)}, final, held.pop(end), {"hidden": dhidden})
-            for start, stop in reversed(segments):
-                if start < first:
-                    break
-                run = partial(model.run, ctx=ctx)
-                if not eager:
-                    seed = pull(partial(run, start=start, stop=stop), own[start], held.pop(start), seed)
-                    continue
-                for block, carry, tape in reversed(_recorded(model, ctx, start, stop, held.pop(start))):
-                    names = model.names_of([model.blocks[block]], params)
-                    seed = pull(partial(run, start=block, stop=block + 1), names, carry, seed, tape)
+            seed = pull(lambda carry: {"hidden": model.finish(carry)}, final, carry, {"hidden": dhidden})
+            del carry
+            while segments:
+                seed = segments.pop().backward(seed)
             if embedding:
                 pull(partial(_embed, model, ctx), embedding, {}, seed)
         zeros = {name: mx.zeros(value.shape) for name, value in params.items() if name not in gradients}
         return evolve(result, dhidden=None, gradients={}), gradients | zeros
 
 
-def _recorded(model: Model, ctx: SpanContext, start: int, stop: int, carry: Carry) -> list[tuple[int, Carry, Tape]]:
-    """(block, the carry before it, the operations in it) of a segment that is run again."""
-    found = []
-    for block in range(start, stop):
-        with staging.eagerly(keep=True) as tape:
-            after = model.run(carry, ctx, block, block + 1)
-        found.append((block, carry, tape))
-        if block + 1 < stop:
-            mx.eval(after)
-        carry = after
-    return found
+@define(eq=False)
+class _Segment:
+    """The blocks between two cuts on one row, run again in the backward and differentiated in one trace."""
+
+    model: Model
+    params: Params
+    gradients: Gradients
+    """Of the whole model; added to."""
+    ctx: SpanContext
+    start: int
+    stop: int
+    keep: str
+    carry: Carry = field(factory=dict)
+    """At the first cut."""
+
+    def forward(self, carry: Carry, *, held: bool) -> Carry:
+        """The carry at the second cut. `held`: a backward will follow."""
+        if held:
+            self.carry = carry
+        return self._run(carry)
+
+    def backward(self, seed: Carry) -> Carry:
+        """Cotangents of the second cut to those of the first."""
+        run = partial(self.model.run, ctx=self.ctx, start=self.start, stop=self.stop)
+        names = self.model.names_of(self.model.blocks[self.start : self.stop], self.params)
+        return _pull(self.model, self.params, self.gradients, run, names, self.carry, seed)
+
+    def _run(self, carry: Carry) -> Carry:
+        carry = self.model.run(carry, self.ctx, self.start, self.stop)
+        mx.eval(carry)
+        return carry
+
+
+@define(eq=False)
+class _EagerSegment(_Segment):
+    """The same in stages around what runs eagerly, block by block."""
+
+    _records: list[_Record] = field(factory=list)
+    _earlier: Kept = field(factory=list)
+
+    def forward(self, carry: Carry, *, held: bool) -> Carry:
+        if held and self.keep == "everything":
+            return self._record(carry, ())
+        with staging.eagerly() as tape:
+            if held:
+                self.carry = carry
+            carry = self._run(carry)
+        if held and self.keep == "attention":
+            self._earlier = tape.kept
+        return carry
+
+    def backward(self, seed: Carry) -> Carry:
+        if not self._records:
+            self._record(self.carry, self._earlier, needed=False)
+        while self._records:
+            record = self._records.pop()
+            run = partial(self.model.run, ctx=self.ctx, start=record.block, stop=record.block + 1)
+            names = self.model.names_of([self.model.blocks[record.block]], self.params)
+            seed = _pull(self.model, self.params, self.gradients, run, names, record.carry, seed, record.tape)
+        return seed
+
+    def _record(self, carry: Carry, earlier: Kept | tuple[()], *, needed: bool = True) -> Carry:
+        """Run the blocks and remember what runs in each. The last carry is evaluated where it is `needed`."""
+        rest = iter(earlier)
+        for block in range(self.start, self.stop):
+            with staging.eagerly(keep=True, earlier=rest) as tape:
+                after = self.model.run(carry, self.ctx, block, block + 1)
+            self._records.append(_Record(block, carry, tape))
+            if needed or block + 1 < self.stop:
+                mx.eval(after)
+            carry = after
+        return carry
+
+
+@frozen(eq=False)
+class _Record:
+    block: int
+    carry: Carry
+    """Before the block."""
+    tape: Tape
 
 
 def _embed(model: Model, ctx: SpanContext, _: Carry) -> Carry:
