@@ -49,6 +49,7 @@ BACKWARDS = {
     "segmented-unequal": Segmented(cuts=(1, 4, 5)),
     **{f"segmented-{n}-{keep}": Segmented(segment_size=n, keep=keep) for n in (1, 4) for keep in KEEP},
     **{f"segmented-{n}-traced": Segmented(segment_size=n, eager=False) for n in (1, 3, 9)},
+    **{f"segmented-{n}-compiled": Segmented(segment_size=n, compile=True) for n in (2, 9)},
     **{f"checkpoint-{n}": Checkpoint(segment_size=n) for n in (1, 2, 4, 9)},
 }
 HEADS = [Dense(), FlashCCE(token_tile=3, vocab_tile=5)]

@@ -10,7 +10,7 @@ long attention in chunks of queries; both are recomputed in the backward, so the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -144,8 +144,11 @@ class SpanContext(Context):
         self._randomness = randomness
         self._part = slice(None)
         """Tokens of the row that `tokenwise` is at."""
+        self._drawn: dict[tuple[str, int], None] | None = None
+        self._given: Mapping[tuple[str, int], mx.array] | None = None
         positions = np.concatenate([s.position + np.arange(s.length) for s in row.spans])
         self._positions = mx.array(positions.astype(np.int32))  # [T]
+        self._positions_key = positions.astype(np.int32).tobytes()
         self._plain = bool(np.array_equal(positions, np.arange(len(positions))))
 
     def rope(
@@ -213,9 +216,48 @@ class SpanContext(Context):
             parts.append(mx.checkpoint(partial(chunk, part))(x[part], *inputs[1:]))
         return mx.concatenate(parts)
 
+    def on(self, row: Row) -> SpanContext:
+        """The same way to go through another row."""
+        return SpanContext(
+            row, attention_chunk=self._attention_chunk, mlp_chunk=self._mlp_chunk, randomness=self._randomness
+        )
+
+    @property
+    def shape(self) -> Hashable:
+        """Equal for rows on which blocks do the same work, up to the values of arrays."""
+        places = None if self._plain else self._positions_key
+        options = self._attention_chunk, self._mlp_chunk, self._randomness is None
+        return self.row.length, tuple(self.runs), places, options
+
+    @contextmanager
+    def noting_draws(self) -> Iterator[list[tuple[str, int]]]:
+        """(module, width) of the random numbers that are drawn meanwhile, each once."""
+        self._drawn = {}
+        try:
+            drawn: list[tuple[str, int]] = []
+            yield drawn
+            drawn += self._drawn
+        finally:
+            self._drawn = None
+
+    @contextmanager
+    def given(self, draws: Mapping[tuple[str, int], mx.array], constants: Mapping[str, mx.array]) -> Iterator[None]:
+        """Take these random numbers and constants instead of the own ones: inside a compiled function, own ones would
+        be those of the first call for ever."""
+        held = self.constants
+        self._given, self.constants = draws, dict(constants)
+        try:
+            yield
+        finally:
+            self._given, self.constants = None, held
+
     def uniform(self, module: str, width: int) -> mx.array | None:
         if self._randomness is None:
             return None
+        if self._given is not None:
+            return self._given[module, width][self._part]
+        if self._drawn is not None:
+            self._drawn[module, width] = None
         r = self._randomness
         draws = [
             mx.random.uniform(shape=(span.length, width), key=stable_key(r.seed, r.step, r.turn, span.key, module))

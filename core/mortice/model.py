@@ -12,8 +12,9 @@ layer 0). Loading, adapters, gradients and saving all speak these names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from copy import copy
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import mlx.core as mx
@@ -156,8 +157,14 @@ class Model:
             self.unread = False
 
     def invalidate(self) -> None:
-        """Forget where parameters live; to be called after modules were replaced."""
+        """Forget where parameters live, and compiled pieces; to be called after modules were replaced."""
         self.__dict__.pop("_places", None)
+        self.__dict__.pop("compiled", None)
+
+    @cached_property
+    def compiled(self) -> dict[Hashable, Any]:
+        """Pieces of the model that were compiled, by what they are and the shape of the row (`mortice.compiling`)."""
+        return {}
 
     def names_of(self, parts: Sequence[Part], among: Mapping[str, Any]) -> list[str]:
         """Which of the names in `among` are parameters of these parts."""

@@ -21,6 +21,7 @@ from attrs import define, evolve, field, frozen
 
 from mortice import staging
 from mortice.batch import Gradients
+from mortice.compiling import compiled, padded
 from mortice.context import SpanContext
 from mortice.errors import ConfigError
 from mortice.linear import on_cpu
@@ -63,11 +64,19 @@ class Segmented:
         validator=in_(("auto", *KEEP)),
     )
 
+    compile: bool = option(
+        False,
+        help="compile segments (mx.compile), on rows padded to a multiple of 64 tokens; for a GPU and plain rows: on "
+        "the CPU it takes the place of eager and is slower",
+    )
+
     leaner: ClassVar = {"keep": KEEP, "segment_size": (8, 4, 2, 1)}
 
     def __attrs_post_init__(self) -> None:
-        if not self.eager and self.keep in ("attention", "everything"):
-            raise ValueError(f"keep is {self.keep!r}, which needs eager = true: a trace keeps cuts only")
+        if self.keep in ("attention", "everything") and (self.compile or not self.eager):
+            raise ValueError(
+                f"keep is {self.keep!r}, which needs eager = true and compile = false: a trace keeps cuts only"
+            )
 
     @property
     def stride(self) -> int | None:
@@ -82,9 +91,13 @@ class Segmented:
         bounds = (0, *self.cuts, blocks)
         return list(itertools.pairwise(bounds))
 
+    @property
+    def _eager(self) -> bool:
+        return self.eager and not self.compile and on_cpu()
+
     def _kept(self) -> str:
         """What is kept in force. Raises ConfigError where a GPU cannot."""
-        eager = self.eager and on_cpu()
+        eager = self._eager
         if self.keep == "auto":
             return "attention" if eager else "cuts"
         if self.keep != "cuts" and not eager:
@@ -101,7 +114,10 @@ class Segmented:
         # Nothing before the first segment that trains needs a gradient.
         trains = [start for start, stop in bounds if model.names_of(model.blocks[start:stop], params)]
         first = 0 if embedding else min(trains, default=len(model.blocks))
-        keep, eager = self._kept(), self.eager and on_cpu()
+        keep = self._kept()
+        kind = _CompiledSegment if self.compile else _EagerSegment if self._eager else _Segment
+        if self.compile:
+            contexts = [padded(ctx) for ctx in contexts]
 
         gradients: Gradients = {}
         rows: list[tuple[list[_Segment], Carry]] = []
@@ -109,7 +125,6 @@ class Segmented:
             carry = model.begin(ctx, ctx.tokens)
             segments: list[_Segment] = []
             for start, stop in bounds:
-                kind = _EagerSegment if eager else _Segment
                 segment = kind(model, params, gradients, ctx, start, stop, keep)
                 carry = segment.forward(carry, held=start >= first)
                 if start >= first:
@@ -167,6 +182,49 @@ class _Segment:
         carry = self.model.run(carry, self.ctx, self.start, self.stop)
         mx.eval(carry)
         return carry
+
+
+@define(eq=False)
+class _CompiledSegment(_Segment):
+    """The same, forward and backward each compiled."""
+
+    def backward(self, seed: Carry) -> Carry:
+        names = self.model.names_of(self.model.blocks[self.start : self.stop], self.params)
+
+        def pull(ctx: SpanContext, weights: Params, carry: Carry, seed: Carry) -> tuple[Gradients, Carry]:
+            def piece(*arrays: mx.array) -> list[mx.array]:
+                self.model.bind(weights | dict(zip(names, arrays)))
+                found = self.model.run(dict(zip(carry, arrays[len(names) :])), ctx, self.start, self.stop)
+                return [found[key] for key in seed]
+
+            primals = [*(weights[name] for name in names), *carry.values()]
+            pulled = mx.vjp(piece, primals, list(seed.values()))[1]
+            return dict(zip(names, pulled)), dict(zip(carry, pulled[len(names) :]))
+
+        found, cotangents = self._compiled(("backward", *names), pull, self.carry, seed)
+        mx.eval(found, cotangents)
+        for name, value in found.items():
+            self.gradients[name] = self.gradients[name] + value if name in self.gradients else value
+        return cotangents
+
+    def _run(self, carry: Carry) -> Carry:
+        def run(ctx: SpanContext, weights: Params, carry: Carry) -> Carry:
+            self.model.bind(weights)
+            return self.model.run(carry, ctx, self.start, self.stop)
+
+        found: Carry = self._compiled(("forward",), run, carry)
+        mx.eval(found)
+        return found
+
+    def _compiled(self, name: tuple[str, ...], piece: Callable[..., Any], *trees: Carry) -> Any:
+        """The piece with all weights of the segment as its arguments, frozen ones too: what is captured is kept."""
+        named = self.model.named_parameters()
+        weights = {name: named[name] for name in self.model.names_of(self.model.blocks[self.start : self.stop], named)}
+        weights |= {name: value for name, value in self.params.items() if name in weights}
+        try:
+            return compiled(self.model, (*name, self.start, self.stop), piece, self.ctx, weights, *trees)
+        finally:
+            self.model.bind(weights)
 
 
 @define(eq=False)
