@@ -10,11 +10,18 @@ import mlx.core as mx
 import pytest
 from tiny_llama import CONFIG, IDS, PLUGINS, checkpoint, distance, logits, tiny, write
 
+from mortice.batch import Completion, Group
 from mortice.errors import CheckpointError, ConfigError
 from mortice.linear import Linear
-from mortice.pretrained import load
+from mortice.objective import WeightedLoss
+from mortice.pretrained import load, random_model
+from mortice.step import Engine
 from mortice_plugins.adapters.full import FullWeights
-from mortice_plugins.adapters.lora import LoRA, LoRALinear, block_name
+from mortice_plugins.adapters.lora import LoRA, LoRALinear, block_name, low_rank, recomputed_low_rank
+from mortice_plugins.backwards.full import Full
+from mortice_plugins.heads.dense import Dense
+from mortice_plugins.layouts.separate import Separate
+from mortice_plugins.losses.sft import SFT
 
 Q0 = "model.layers.0.self_attn.q_proj"
 LINEAR = (
@@ -401,3 +408,38 @@ def test_full_weights_refuses_packed_ones_and_has_no_base(tmp_path):
         FullWeights().attach(model, 0)
     with pytest.raises(ConfigError, match='use "initial"'):
         FullWeights().base({})
+
+
+def test_the_hand_written_backward_of_the_low_rank_term_equals_autodiff():
+    key = mx.random.key(3)
+    x, a, b, dy = (
+        mx.random.normal(shape, key=k) for shape, k in zip([(7, 6), (6, 2), (2, 5), (7, 5)], mx.random.split(key, 4))
+    )
+    for dtype, bound in ((mx.float32, 1e-5), (mx.bfloat16, 1e-2)):
+        inputs = [x.astype(dtype), a, b]
+        (plain,), expected = mx.vjp(lambda *p: [low_rank(*p, 0.7)], inputs, [dy])
+        (hand,), found = mx.vjp(lambda *p: [recomputed_low_rank(*p, 0.7)], inputs, [dy])
+        assert distance(plain, hand) == 0.0
+        assert [g.dtype for g in found] == [dtype, mx.float32, mx.float32]
+        assert all(distance(f, e) < bound for f, e in zip(found, expected))
+
+
+def test_half_precision_activations_are_kept_once(monkeypatch):
+    """By autodiff each layer that reads x keeps it once more in float32."""
+    model = random_model(CONFIG | {"num_hidden_layers": 4}, 0, plugins=PLUGINS, dtype="bfloat16").model
+    params = LoRA(rank=4).attach(model, 0)
+    model.mark_trainable(params)
+    groups = [Group("g", [i % 90 for i in range(400)], [Completion([5, 6, 7])])]
+    engine = Engine(model, Dense(), Full(), Separate(), (WeightedLoss("sft", SFT()),))
+
+    def peak() -> int:
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        engine.gradients(params, groups)
+        return mx.get_peak_memory() - before
+
+    peak()  # reads the weights
+    found = peak()
+    monkeypatch.setattr("mortice_plugins.adapters.lora.recomputed_low_rank", low_rank)
+    assert found < 0.9 * peak()
