@@ -136,18 +136,18 @@ def _fused_piece(piece: Piece, scale: float, q: mx.array, k: mx.array, v: mx.arr
 def products(q: mx.array, k: mx.array, v: mx.array, scale: float, pieces: list[Piece]) -> mx.array:
     """By float32 products, for the CPU. Query heads that share a key head are rows of one product."""
     dtype = q.dtype
-    heads, length, width = q.shape[1:]
+    heads, length = q.shape[1:3]
     kv_heads = k.shape[1]
     each = heads // kv_heads
 
     def rows(x: mx.array, piece: Piece) -> mx.array:
         """Queries of a piece: `[1, H, Tq, d]` → `[Hk, each · n, d]`."""
         start, stop = piece.queries
-        return x.reshape(kv_heads, each, length, width)[:, :, start:stop].reshape(kv_heads, -1, width)
+        return x.reshape(kv_heads, each, length, -1)[:, :, start:stop].reshape(kv_heads, -1, x.shape[-1])
 
     def back(x: mx.array, piece: Piece) -> mx.array:
         start, stop = piece.queries
-        return x.reshape(kv_heads, each, stop - start, width)
+        return x.reshape(kv_heads, each, stop - start, -1)
 
     def probabilities(piece: Piece, q: mx.array, k: mx.array) -> tuple[mx.array, mx.array]:
         """Softmax without its division, and the divisor: `[Hk, each · n, m]`, `[Hk, each · n, 1]`."""
@@ -170,7 +170,7 @@ def products(q: mx.array, k: mx.array, v: mx.array, scale: float, pieces: list[P
             inputs = mx.depends([q, k], parts[-1]) if parts else [q, k]
             weights, total = probabilities(piece, *inputs)
             parts.append(back((weights @ v[0, :, low:high]) / total, piece))
-        return mx.concatenate(parts, axis=2).reshape(1, heads, length, width)
+        return mx.concatenate(parts, axis=2).reshape(1, heads, length, -1)
 
     @forward.vjp
     def backward(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[mx.array, mx.array, mx.array]:

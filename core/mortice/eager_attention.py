@@ -35,6 +35,7 @@ class RowAttention:
     stretches: Sequence[Stretch]
     scale: float
 
+    @np.errstate(invalid="ignore")  # a diverged run is found by its loss
     def forward(self, *inputs: mx.array) -> tuple[mx.array, Any]:
         q, k, v = (x.astype(mx.float32) for x in inputs)
         tokens, heads, _ = q.shape
@@ -58,6 +59,7 @@ class RowAttention:
                 lse[at] = _tokens_first(peak + np.log(total), heads)[..., 0]
         return out.astype(inputs[0].dtype), lse
 
+    @np.errstate(invalid="ignore", over="ignore")
     def backward(
         self, inputs: Sequence[mx.array], output: mx.array, saved: Any, cotangent: mx.array
     ) -> Sequence[mx.array]:
