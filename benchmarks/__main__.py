@@ -31,7 +31,12 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the results")
     parser.add_argument("--width", type=int, default=576, help="hidden size of the heads section (default 576)")
     parser.add_argument("--memory-limit", type=float, default=12, help="GB that full logits may take (default 12)")
-    parser.add_argument("--cache-limit", type=float, default=2, help="GB that MLX may cache, both sides (default 2)")
+    parser.add_argument(
+        "--cache-limit",
+        type=float,
+        default=0.032,
+        help="GB that MLX may cache, both sides (default 0.032, as in a run on the CPU)",
+    )
     return parser
 
 

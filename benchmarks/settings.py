@@ -32,7 +32,7 @@ class Settings:
     """Hidden size of the heads section."""
     memory_limit: int = 12 * 10**9
     """Bytes above which a cell of full logits is left out."""
-    cache_limit: int = 2 * 10**9
+    cache_limit: int = 32 * 10**6
     """Bytes that MLX's allocator may keep unused, on both sides."""
     say: Callable[[str], None] = field(default=lambda _: None)
 

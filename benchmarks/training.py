@@ -56,7 +56,7 @@ class Recipe:
     rank: int = 8
     scale: float = 10.0
     learning_rate: float = 1e-5
-    cache_limit: int = 2 * 10**9
+    cache_limit: int = 32 * 10**6
     """Bytes that MLX's allocator may keep unused."""
 
 

@@ -3,6 +3,11 @@
 A strategy is one frozen attrs class: its fields are its options, its docstring is what `mortice
 describe` prints, and the methods below are its contract. Options are frozen; whatever changes during
 a run is returned by `open` (sources, trackers) or passed in and out (controllers).
+
+Two class attributes are optional in every kind. `leaner` maps an option that trades memory to its values, most memory
+first (`{"segment_size": (8, 4, 2, 1)}`): among these `[train] memory_limit` may choose. `examples` holds configured
+instances (of a model adapter: config.json mappings of tiny models), with which a strategy whose options have no default
+joins the tests of all combinations.
 """
 
 from __future__ import annotations
@@ -75,6 +80,9 @@ class Head(Protocol):
 class Backward(Protocol):
     """Gradients of one micro-batch: from the rows' contexts and the objective to `{name: gradient}`.
 
+    `stride` (optional) is after how many blocks its work repeats, 1 if it does not say; None where it never does. The
+    planner runs that many blocks and extrapolates.
+
     `contexts` holds one context a row, each with its `row`. The strategy runs `model.embed`, `model.blocks` and
     `model.finish` under it, hands all hidden states to the objective at once and brings `d hidden` back.
     """
@@ -87,6 +95,8 @@ class Backward(Protocol):
 @runtime_checkable
 class Layout(Protocol):
     """Groups to micro-batches of rows. Mask and target shift happen here, once.
+
+    Each group is in one micro-batch, as the object that was given, in any order.
 
     `prompt_targets` asks for prompt tokens (and masked completion tokens) as targets too, each once a group.
     """

@@ -8,6 +8,7 @@ row is a forest of spans, one tree for each prompt, so that no group sees anothe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 from attrs import define, field, frozen
 
@@ -23,6 +24,8 @@ class Packed:
     The gradients are those of `separate`. A group that is longer than the budget gets a row to itself. Groups whose
     completions come with different prompts keep each of these.
     """
+
+    leaner: ClassVar = {"row_tokens": (16384, 8192, 4096, 2048, 1024, 512)}
 
     row_tokens: int = option(4096, help="most tokens in one row that holds several groups", validator=ge(1))
     share_prefix: bool = option(True, help="a prompt runs once for all completions of its group; false: once for each")
