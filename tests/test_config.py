@@ -597,6 +597,17 @@ def test_requirements_name_the_loss_what_it_lacks_and_who_provides_it(load):
     assert "loss 'orpo' needs pairs" in str(caught.value) and "data 'preference'" in str(caught.value)
 
 
+def test_strategies_that_do_not_go_together_are_refused_before_the_model_is_opened(load):
+    thin = BASE + '[head]\nname = "flash-cce"\neps = 1e-5\n'
+    with pytest.raises(ConfigError, match=r"head 'flash-cce' .* outside traces only, and backward 'full' .*segmented"):
+        check_requirements(load(thin))
+    check_requirements(load(thin + '[backward]\nname = "segmented"\n'))
+    packed = BASE + '[layout]\nname = "packed"\n'
+    check_requirements(load(packed))
+    with pytest.raises(ConfigError, match=r"run\.toml:\d+: train\.micro_batch_size: layout 'packed' fills rows"):
+        check_requirements(load(packed + "[train]\nmicro_batch_size = 4\n"))
+
+
 def test_requirements_name_plugins_that_would_have_to_be_enabled(load):
     config = load(MODEL + '[data]\nformat = "chat"\n' + LOSS + '[plugins]\nenable = ["orpo", "chat"]\n')
     with pytest.raises(ConfigError, match=r"data 'preference' \(plugin 'preference', not enabled\)"):

@@ -476,7 +476,9 @@ ALWAYS_PROVIDED = frozenset({"ref_logprobs", "prompt_logprobs"})
 
 
 def check_requirements(config: RunConfig) -> None:
-    """Whether data, source, head and layout bring what each loss needs. Raises ConfigError naming what would."""
+    """Whether data, source, head and layout bring what each loss needs, and all strategies go together.
+
+    Raises ConfigError naming what would."""
     have = set(ALWAYS_PROVIDED)
     for kind in PROVIDERS:
         for chosen in config.all(kind):
@@ -493,8 +495,27 @@ def check_requirements(config: RunConfig) -> None:
             ]
             remedy = f"; it comes with {', '.join(givers)}" if givers else "; no installed plugin provides it"
             problems.append(f"loss {loss.name!r} needs {need}, which this run does not have{remedy}")
+    problems += _disagreements(config)
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _disagreements(config: RunConfig) -> Iterator[str]:
+    """Options of one strategy that another one, or the core, cannot honour."""
+    if getattr(config.head, "outside_traces", False) and not getattr(config.backward, "head_outside_traces", False):
+        able = [
+            s.name for s in config.plugins.registry.all("backward") if getattr(s.load(), "head_outside_traces", False)
+        ]
+        yield (
+            f"head {config.all('head')[0].name!r} with these options runs outside traces only, and backward "
+            f"{config.all('backward')[0].name!r} runs it inside one (outside: {', '.join(able) or 'none'})"
+        )
+    key = ("train", "micro_batch_size")
+    if getattr(config.layout, "by_tokens", False) and config.train.micro_batch_size != 1:
+        yield (
+            f"{config.file.where(key)}train.micro_batch_size: layout {config.all('layout')[0].name!r} fills rows up to "
+            "its own budget of tokens; drop this key"
+        )
 
 
 def _provided(strategy: Strategy) -> Any:

@@ -58,9 +58,10 @@ class Head(Protocol):
 
     `differentiable = True` says that autodiff through `score(..., traced=True)` is right by itself, so that
     no custom gradient is put around it. `provides` may hold `entropy`, or `values` for a scalar head.
-    `output_for(model)` (optional) gives the matrix it multiplies by, where that is not the model's own. A head with
-    weights of its own has `attach(model, seed) → params`, which puts them into the model as a part, and
-    `save(params, folder)`, which adds them to the adapter's folder.
+    `outside_traces` (optional) says that the configured instance needs `traced=False`, which a backward with
+    `head_outside_traces = True` gives it. `output_for(model)` (optional) gives the matrix it multiplies by, where that
+    is not the model's own. A head with weights of its own has `attach(model, seed) → params`, which puts them into the
+    model as a part, and `save(params, folder)`, which adds them to the adapter's folder.
     """
 
     def score(
@@ -94,7 +95,8 @@ class Backward(Protocol):
 
 @runtime_checkable
 class Layout(Protocol):
-    """Groups to micro-batches of rows. Mask and target shift happen here, once.
+    """Groups to micro-batches of rows. Mask and target shift happen here, once. `by_tokens = True` says that
+    micro-batches follow a budget of tokens, not `limits.groups`.
 
     Each group is in one micro-batch, as the object that was given, in any order.
 

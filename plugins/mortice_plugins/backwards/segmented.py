@@ -70,6 +70,7 @@ class Segmented:
         "the CPU it takes the place of eager and is slower",
     )
 
+    head_outside_traces: ClassVar = True
     leaner: ClassVar = {"keep": KEEP, "segment_size": (8, 4, 2, 1)}
 
     def __attrs_post_init__(self) -> None:

@@ -96,6 +96,11 @@ class FlashCCE:
                 "tile_memory has nothing to choose: token_tile and vocab_tile are both set; drop one of them"
             )
 
+    @property
+    def outside_traces(self) -> bool:
+        """Which rows are left out depends on probabilities, which a trace does not know yet."""
+        return self.eps > 0
+
     def score(
         self, hidden: mx.array, targets: mx.array, output: Output, *, grad: bool = False,
         entropy: bool = False, traced: bool = False,

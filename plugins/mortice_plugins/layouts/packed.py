@@ -25,6 +25,7 @@ class Packed:
     completions come with different prompts keep each of these.
     """
 
+    by_tokens: ClassVar = True
     leaner: ClassVar = {"row_tokens": (16384, 8192, 4096, 2048, 1024, 512)}
 
     row_tokens: int = option(4096, help="most tokens in one row that holds several groups", validator=ge(1))
