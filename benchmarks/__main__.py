@@ -11,12 +11,15 @@ from mortice import blas
 
 LOADED = blas.load()  # before anything imports mlx
 
-from benchmarks import groups, heads, losses, plots, rate, report, slopes, steps  # noqa: E402
+from benchmarks import groups, heads, losses, options, plots, rate, report, slopes, steps  # noqa: E402
 from benchmarks.measurement import Journal  # noqa: E402
 from benchmarks.settings import Settings  # noqa: E402
 from mortice.errors import MorticeError  # noqa: E402
 
-SECTIONS = {"steps": steps.run, "groups": groups.run, "heads": heads.run, "slopes": slopes.run, "rate": rate.run}
+SECTIONS = {
+    "steps": steps.run, "groups": groups.run, "heads": heads.run, "slopes": slopes.run, "options": options.run,
+    "rate": rate.run,
+}  # fmt: skip
 
 
 def arguments() -> argparse.ArgumentParser:

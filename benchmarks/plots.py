@@ -104,6 +104,20 @@ def _rate(report: Report) -> list[Panel]:
     return [_bars(report.tables[-1].rows, ("objective", "side"), "GFLOP/s", "GFLOP/s")]
 
 
+def _options(report: Report) -> list[Panel]:
+    return [
+        _bars(
+            [row | {"tokens": table.title} for row in table.rows],
+            ("tokens", "backward"),
+            column,
+            f"{title}, {table.title}",
+        )
+        for table in report.tables
+        for column, title in (("peak MiB", "peak above the weights, MiB"), ("s", "seconds"))
+    ]
+
+
 PANELS: dict[str, Callable[[Report], list[Panel]]] = {
-    "steps": _steps, "groups": _groups, "heads": _heads, "slopes": _slopes, "rate": _rate,
+    "steps": _steps, "groups": _groups, "heads": _heads, "slopes": _slopes, "options": _options,
+    "rate": _rate,
 }  # fmt: skip

@@ -58,14 +58,17 @@ def chosen_pairs(settings: Settings) -> tuple[str, list[pairs.Pair]]:
 
 
 def ours(settings: Settings, objective: str, file: str) -> list[Contender]:
-    """mortice with every registered backward."""
+    """mortice with every registered backward, and with each way that it offers to keep more between its passes."""
     recipe = {"steps": 1, "cache_limit": settings.cache_limit, **RECIPE}
     common = {
         "model": str(settings.model), "pairs_file": file, "objective": objective, "beta": BETA, "recipe": recipe,
     }  # fmt: skip
+    ways = [(f"mortice, {name}", name, {}) for name in settings.names("backward")]
+    if "segmented" in settings.names("backward"):
+        ways.append(("mortice, segmented, everything kept", "segmented", {"keep": "everything"}))
     return [
-        Contender(f"mortice, {backward}", "benchmarks.training:pair_step", common | {"backward": backward})
-        for backward in settings.names("backward")
+        Contender(name, "benchmarks.training:pair_step", common | {"backward": backward, "options": options})
+        for name, backward, options in ways
     ]
 
 

@@ -38,13 +38,14 @@ class Strategies:
     backward: str
     layout: str
     options: Mapping[str, Mapping[str, Any]] = field(factory=dict)
+    mlp_chunk: int = 0
 
     def engine(self, plugins: Plugins, model: Model) -> Engine:
         def build(kind: str) -> Any:
             return plugins.get(kind, getattr(self, kind)).load()(**self.options.get(kind, {}))
 
         losses = (WeightedLoss(self.loss, build("loss")),)
-        return Engine(model, build("head"), build("backward"), build("layout"), losses)
+        return Engine(model, build("head"), build("backward"), build("layout"), losses, mlp_chunk=self.mlp_chunk)
 
 
 @frozen
@@ -133,8 +134,9 @@ def measure(
 
 
 def pair_step(
-    model: str, pairs_file: str, objective: str, backward: str, beta: float, recipe: Mapping[str, Any]
-) -> dict[str, Any]:
+    model: str, pairs_file: str, objective: str, backward: str, options: Mapping[str, Any], beta: float,
+    recipe: Mapping[str, Any],
+) -> dict[str, Any]:  # fmt: skip
     """A step of `objective` (`orpo`, `dpo`, `sft`) on each pair of a file, prompts shared, head `flash-cce`."""
     name, loss = {
         "orpo": ("orpo", {"beta": beta, "sft_scope": "response"}),  # mlx-lm-lora's NLL is that of the answer
@@ -142,7 +144,7 @@ def pair_step(
         "sft": ("sft", {}),
     }[objective]
     batches = [[pair.group(objective)] for pair in pairs.read(Path(pairs_file))]
-    strategies = Strategies(name, "flash-cce", backward, "prefix-shared", {"loss": loss})
+    strategies = Strategies(name, "flash-cce", backward, "prefix-shared", {"loss": loss, "backward": options})
     return measure(lambda plugins: load(model, plugins=plugins).model, batches, strategies, Recipe(**recipe))
 
 
@@ -165,6 +167,16 @@ def random_step(
     return measure(
         lambda plugins: random_model(config, 0, plugins=plugins).model, [[group]], strategies, Recipe(**recipe)
     )
+
+
+def option_step(
+    model: str, prompt: int, length: int, backward: str, options: Mapping[str, Any], mlp_chunk: int,
+    recipe: Mapping[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """An SFT step on one completion of random token ids behind a prompt, with options of the backward."""
+    strategies = Strategies("sft", "flash-cce", backward, "separate", {"backward": options}, mlp_chunk)
+    group = random_group(prompt, 1, length, read_json(Path(model) / "config.json")["vocab_size"])
+    return measure(lambda plugins: load(model, plugins=plugins).model, [[group]], strategies, Recipe(**recipe))
 
 
 def random_group(prompt: int, completions: int, length: int, vocab: int) -> Group:
