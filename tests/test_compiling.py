@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import mlx.core as mx
 import pytest
 from toy_model import toy
@@ -13,8 +15,9 @@ from mortice.model import Block
 from mortice.objective import WeightedLoss
 from mortice.rows import separate_rows, shared_row
 from mortice.step import Engine
-from mortice_plugins.backwards.segmented import Segmented
+from mortice_plugins.backwards.segmented import Segmented, _Segment
 from mortice_plugins.heads.dense import Dense
+from mortice_plugins.layouts.prefix_shared import PrefixShared
 from mortice_plugins.layouts.separate import Separate
 from mortice_plugins.losses.sft import SFT
 
@@ -47,6 +50,28 @@ def test_plain_rows_of_one_bucket_share_what_is_compiled():
     assert len(model.compiled) == 2  # forward and backward
     compiled.gradients(params, [group(20, 46)])
     assert len(model.compiled) == 4
+
+
+def test_nothing_of_a_step_stays_behind():
+    model = toy()
+    params = model.named_parameters()
+    compiled = engine(model, segment_size=2, compile=True)
+    compiled.gradients(params, [group(5, 6)])
+    gc.collect()
+    held = mx.get_active_memory()
+    for length in range(7, 30, 4):
+        compiled.gradients(params, [group(5, length)])
+    gc.collect()
+    assert not [o for o in gc.get_objects() if isinstance(o, _Segment)]
+    assert mx.get_active_memory() - held < 2000  # ids and positions of a row; one carry is 2 kB
+
+
+def test_rows_that_branch_are_not_compiled():
+    model = toy()
+    pair = Group("g", [1, 2, 3], [Completion([4, 5, 6]), Completion([7, 8])])
+    shared = Engine(model, Dense(), Segmented(compile=True), PrefixShared(), (WeightedLoss("sft", SFT()),))
+    shared.gradients(model.named_parameters(), [pair])
+    assert not model.compiled
 
 
 def test_a_branching_row_is_another_shape():

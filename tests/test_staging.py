@@ -76,7 +76,7 @@ def test_no_operation_runs_again_in_the_backward():
 def test_what_an_earlier_run_kept_is_not_run_again():
     operation = Cube()
     function, inputs = twice(operation), [mx.array([0.5]), mx.array([1.5])]
-    with staging.eagerly() as first:
+    with staging.eagerly(keep_outputs=True) as first:
         function(*inputs)
     assert len(first.kept) == 2 and not first.entries
     with staging.eagerly(keep=True, earlier=first.kept) as tape:
@@ -149,3 +149,51 @@ def test_a_tape_that_keeps_nothing_holds_nothing():
     tape = Tape(keep=False)
     tape.perform(Cube(), mx.array([2.0]))
     assert not tape.entries
+
+
+def test_one_array_twice_among_the_outputs_gets_both_cotangents():
+    """What mx.vjp does not do: keys that are values too, a carry entry that another one shares."""
+    x = mx.array([1.0, 2.0])
+
+    def twice(x):
+        y = x * x
+        return [y, y.astype(mx.float32)]  # a cast to its own type is the same array
+
+    (found,) = staging.pull(twice, [x], [mx.array([1.0, 1.0]), mx.array([2.0, 2.0])])
+    assert found.tolist() == [6.0, 12.0]
+
+    def attend(x):
+        k = x * 0.5
+        return [ctx.attend(x, k, k, scale=0.3) + swiglu(k, k)]
+
+    ctx = SpanContext(rows()["shared"])
+    x, seed = (mx.random.normal((ctx.row.length, 2, 4), key=mx.random.key(i)) for i in (0, 1))
+    with staging.eagerly(keep=True) as tape:
+        attend(x)
+    (found,) = staging.vjp(attend, [x], [seed], tape)
+    assert close(found, mx.vjp(attend, [x], [seed])[1][0])
+
+
+def test_the_sum_over_the_output_is_not_rounded_in_half_precision():
+    """With values far from 0, Σ dout · out of a rounded output would spoil dq and dk."""
+    ctx = SpanContext(rows()["plain"])
+    q, k, v, seed = (mx.random.normal((40, 2, 8), key=key) for key in mx.random.split(mx.random.key(5), 4))
+    q, k, v, seed = (x.astype(mx.bfloat16).astype(mx.float32) for x in (q, k, v + 4.0, seed))
+
+    def pulled(dtype):
+        inputs = [x.astype(dtype) for x in (q, k, v)]
+        attend = lambda *x: [ctx.attend(*x, scale=0.3)]  # noqa: E731
+        with staging.eagerly(keep=True) as tape:
+            attend(*inputs)
+        return [x.astype(mx.float32) for x in staging.vjp(attend, inputs, [seed.astype(dtype)], tape)]
+
+    def apart(a, b):
+        return (mx.linalg.norm(a - b) / mx.linalg.norm(b)).item()
+
+    rounded, exact = pulled(mx.bfloat16), pulled(mx.float32)
+    assert apart(rounded[0], exact[0]) < 5e-3 and apart(rounded[1], exact[1]) < 5e-3
+
+
+def test_an_operation_inside_a_transform_of_the_block_says_so():
+    with staging.eagerly(), pytest.raises(RuntimeError, match=r"_EagerSwiGLU runs eagerly .*mx\.compile"):
+        mx.compile(swiglu)(mx.ones((2, 2)), mx.ones((2, 2)))

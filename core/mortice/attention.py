@@ -112,7 +112,7 @@ def fused(q: mx.array, k: mx.array, v: mx.array, scale: float, pieces: list[Piec
     def backward(primals: Any, cotangent: mx.array, _: Any) -> tuple[mx.array, mx.array, mx.array]:
         q, k, v = primals
         dq: list[mx.array] = []
-        dk, dv = mx.zeros_like(k), mx.zeros_like(v)
+        dk, dv = mx.zeros(k.shape), mx.zeros(v.shape)  # float32: a sum over many pieces
         for piece in pieces:
             inputs = cut(piece, q, k, v)
             if dq:
@@ -120,9 +120,9 @@ def fused(q: mx.array, k: mx.array, v: mx.array, scale: float, pieces: list[Piec
             (start, stop), (low, high) = piece.queries, piece.keys
             _, (dqi, dki, dvi) = mx.vjp(partial(_fused_piece, piece, scale), inputs, [cotangent[:, :, start:stop]])
             dq.append(dqi)
-            dk[:, :, low:high] += dki
-            dv[:, :, low:high] += dvi
-        return mx.concatenate(dq, axis=2), dk, dv
+            dk[:, :, low:high] += dki.astype(mx.float32)
+            dv[:, :, low:high] += dvi.astype(mx.float32)
+        return mx.concatenate(dq, axis=2), dk.astype(k.dtype), dv.astype(v.dtype)
 
     out: Any = forward(q, k, v)
     return out

@@ -39,6 +39,12 @@ def padded(ctx: SpanContext) -> SpanContext:
     return ctx.on(evolve(row, tokens=[*row.tokens.tolist(), *[0] * spare], spans=[*row.spans, span]))
 
 
+def plain(ctx: SpanContext) -> bool:
+    """Whether a row is one sequence. Rows that branch seldom come twice in one shape; compiling each would cost more
+    than it saves."""
+    return len(ctx.runs) == 1
+
+
 def compiled(model: Model, name: Hashable, piece: Callable[..., Any], ctx: SpanContext, *trees: Tree) -> Any:
     """`piece(ctx, *trees)`, compiled once for each shape of row. `name` tells this piece of the model from others.
 
@@ -57,13 +63,14 @@ class _Compiled:
     """One piece for one shape of row."""
 
     def __init__(self, piece: Callable[..., Any], ctx: SpanContext, trees: Sequence[Tree]) -> None:
-        with ctx.noting_draws() as draws:
-            piece(ctx, *trees)  # builds a graph that is never run
-        self._draws = tuple(draws)
+        own = ctx.on(ctx.row)  # captured for good: it must hold nothing of this step
+        with own.noting_draws() as draws, own.given(None, ctx.constants):
+            piece(own, *trees)  # builds a graph that is never run
+        names = self._draws = tuple(draws)
 
         def function(draws: list[mx.array], constants: Tree, *trees: Tree) -> Any:
-            with ctx.given(dict(zip(self._draws, draws)), constants):
-                return piece(ctx, *trees)
+            with own.given(dict(zip(names, draws)), constants):
+                return piece(own, *trees)
 
         self._function: Any = mx.compile(function)
 

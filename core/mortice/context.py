@@ -3,9 +3,9 @@
 A model adapter is written once, for plain sequences: it calls `ctx.rope(x, …)` and `ctx.attend(q, k, v, …)` on
 `[T, H, d]`. `SpanContext` trains on any forest of spans; `CacheContext` decodes.
 
-No `[T, T]` mask is ever built. A span attends to `[its ancestors' keys ; its own keys]` with MLX's own `"causal"`
-mask, which aligns to the lower right. Sliding windows go in blocks of queries against the keys they can reach, and
-long attention in chunks of queries; both are recomputed in the backward, so their memory is that of one block.
+No `[T, T]` mask is ever built. A span attends to `[its ancestors' keys ; its own keys]`, causal and aligned to the
+lower right. Sliding windows go in blocks of queries against the keys they can reach, and long attention in chunks of
+queries; both are recomputed in the backward, so their memory is that of one block.
 """
 
 from __future__ import annotations
@@ -72,6 +72,9 @@ class Context:
         self, q: mx.array, k: mx.array, v: mx.array, *, scale: float, window: int | None = None, layer: int = 0
     ) -> mx.array:
         """Causal attention: `q [T, H, d]`, `k, v [T, Hk, d]` → `[T, H, d]`. A `window` hides keys with i − j ≥ window.
+
+        On the CPU it may run at once (`mortice.staging`), so a block must not call it inside a transform of its own
+        (`mx.compile`, `mx.grad`); `mx.checkpoint` is no hindrance.
 
         `layer` names the K/V cache entry when decoding: a layer that attends to another one's keys and values passes
         that one's index."""
@@ -241,7 +244,9 @@ class SpanContext(Context):
             self._drawn = None
 
     @contextmanager
-    def given(self, draws: Mapping[tuple[str, int], mx.array], constants: Mapping[str, mx.array]) -> Iterator[None]:
+    def given(
+        self, draws: Mapping[tuple[str, int], mx.array] | None, constants: Mapping[str, mx.array]
+    ) -> Iterator[None]:
         """Take these random numbers and constants instead of the own ones: inside a compiled function, own ones would
         be those of the first call for ever."""
         held = self.constants

@@ -108,7 +108,7 @@ def _swiglu_vjp(primals: Any, cotangent: mx.array, _: Any) -> tuple[mx.array, mx
 
 
 def swiglu(gate: mx.array, up: mx.array) -> mx.array:
-    """silu(gate) · up (Shazeer 2020, arXiv:2002.05202)."""
+    """silu(gate) · up (Shazeer 2020, arXiv:2002.05202). On the CPU it may run at once, like `Context.attend`."""
     if on_cpu() and gate.dtype == mx.float32:
         tape = staging.current()
         if tape is not None:

@@ -132,29 +132,31 @@ def verified(
     `trial` calls a function on small inputs and returns what came out. Arrays may differ by `tolerance` times the
     larger of 1 and the expected value. With `required` a TrainingError takes the place of the warning.
     """
-    fault = _fault(fast, plain, trial, tolerance)
+    fault, cause = _fault(fast, plain, trial, tolerance)
     if fault is None:
         return fast
     found = f"the kernel {name!r} cannot be used on {mx.default_device()}: {fault}"
     if required:
-        raise TrainingError(found)
+        raise TrainingError(found) from cause
     message = f"{found}. Its plain twin takes its place: right, but slower. Please report this with the version of mlx"
     warnings.warn(message, RuntimeWarning, stacklevel=2)
     return plain
 
 
-def _fault(fast: F, plain: F, trial: Callable[[F], Sequence[mx.array]], tolerance: float) -> str | None:
-    """What is wrong with `fast`, in a few words. Whatever it raises is a fault of it."""
+def _fault(
+    fast: F, plain: F, trial: Callable[[F], Sequence[mx.array]], tolerance: float
+) -> tuple[str | None, Exception | None]:
+    """What is wrong with `fast`, in a few words, and what it raised. Whatever it raises is a fault of it."""
     expected = trial(plain)
     try:
         found = trial(fast)
         mx.eval(found)
     except Exception as error:
-        return f"it raised {type(error).__name__}: {str(error).rstrip('.')}"
+        return f"it raised {type(error).__name__}: {str(error).rstrip('.')}", error
     for i, (a, b) in enumerate(zip(found, expected, strict=True)):
         if a.shape != b.shape:
-            return f"array {i} of its trial has shape {list(a.shape)}, its plain twin gives {list(b.shape)}"
+            return f"array {i} of its trial has shape {list(a.shape)}, its plain twin gives {list(b.shape)}", None
         far = mx.abs(a - b) / mx.maximum(1.0, mx.abs(b))
         if not mx.all(far <= tolerance).item():  # NaN is no agreement either
-            return f"array {i} of its trial is off by {far.max().item():.2g}, allowed is {tolerance:g}"
-    return None
+            return f"array {i} of its trial is off by {far.max().item():.2g}, allowed is {tolerance:g}", None
+    return None, None

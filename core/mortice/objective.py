@@ -175,12 +175,12 @@ class Objective:
         assert scores.dhidden is not None
         dscored = dprimary[:, None] * scores.dhidden  # [M, D]
         mx.eval(loss, terms, metrics, dscored)
+        scores = evolve(scores, dhidden=None)
         gradients: Gradients = {}
         if self._output_names(output):
             assert scores.lse is not None
             gradients = self._head.output_gradients(hidden, self._targets, output, dprimary, scores.lse)
             gradients = {name: gradients[name] for name in self._output_names(output)}
-        scores = evolve(scores, dhidden=None)
         return ObjectiveResult(loss, scores, terms, metrics, self._scatter(dscored, hiddens), gradients)
 
     def traced(self, hiddens: Sequence[mx.array]) -> tuple[mx.array, tuple[Any, Any, TokenLogprobs]]:

@@ -59,9 +59,10 @@ class Head(Protocol):
     `differentiable = True` says that autodiff through `score(..., traced=True)` is right by itself, so that
     no custom gradient is put around it. `provides` may hold `entropy`, or `values` for a scalar head.
     `outside_traces` (optional) says that the configured instance needs `traced=False`, which a backward with
-    `head_outside_traces = True` gives it. `output_for(model)` (optional) gives the matrix it multiplies by, where that
-    is not the model's own. A head with weights of its own has `attach(model, seed) → params`, which puts them into the
-    model as a part, and `save(params, folder)`, which adds them to the adapter's folder.
+    `head_outside_traces = True` gives it; `ready()` (optional) is called once outside every trace, before the first
+    score, for what has to be checked on the machine. `output_for(model)` (optional) gives the matrix it multiplies by,
+    where that is not the model's own. A head with weights of its own has `attach(model, seed) → params`, which puts
+    them into the model as a part, and `save(params, folder)`, which adds them to the adapter's folder.
     """
 
     def score(

@@ -20,6 +20,8 @@ UNITS = {
 }  # fmt: skip
 """Bytes in each unit; a user may write them in any case."""
 
+LARGEST = 2**63
+
 _FOLDED = {name.lower(): size for name, size in UNITS.items()}
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[a-zA-Z]*)")
 
@@ -38,7 +40,10 @@ def parse_size(text: Any) -> int:
         raise ValueError(f"the size {text!r} has no unit: one of {allowed}")
     if unit.lower() not in _FOLDED:
         raise ValueError(f"the size {text!r} has the unknown unit {unit!r}{suggest(unit, UNITS)} (allowed: {allowed})")
-    size = int(float(number) * _FOLDED[unit.lower()])
+    bytes_ = float(number) * _FOLDED[unit.lower()]
+    if bytes_ > LARGEST:
+        raise ValueError(f"the size {text!r} is more than any machine has")
+    size = int(bytes_)
     if not size:
         raise ValueError(f"the size {text!r} is less than a byte")
     return size
@@ -51,5 +56,5 @@ def size(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
 
 def readable(size: float, space: str = " ") -> str:
     """`1.31 GB`: three digits, in the unit in which they are most."""
-    unit = next((name for name in ("TB", "GB", "MB", "kB") if size >= UNITS[name]), "B")
+    unit = next((name for name in ("TB", "GB", "MB", "kB") if size >= 0.9995 * UNITS[name]), "B")
     return f"{size / UNITS[unit]:.3g}{space}{unit}"

@@ -50,8 +50,8 @@ class Entry:
     saved: Any
 
 
-class _Reached(Exception):
-    """The stage has got to the inputs of the operation behind it."""
+class _Reached(BaseException):
+    """The stage has got to the inputs of the operation behind it. No error, so that nobody's `except` holds it up."""
 
 
 Kept: TypeAlias = "list[tuple[mx.array, Any]]"
@@ -64,6 +64,8 @@ class Tape:
 
     keep: bool = True
     """Whether all that runs is remembered for `vjp`."""
+    keep_outputs: bool = False
+    """Whether outputs that are worth keeping are remembered, in `kept`."""
     earlier: Iterator[tuple[mx.array, Any]] = field(factory=lambda: iter(()))
     """What was kept of an earlier run of the same piece, to be taken instead of running it again."""
     entries: list[Entry] = field(factory=list)
@@ -80,11 +82,17 @@ class Tape:
                 return self._stand_ins[self._at - 1]
             self._reached = inputs
             raise _Reached
-        mx.eval(inputs)
+        try:
+            mx.eval(inputs)
+        except ValueError as error:
+            raise RuntimeError(
+                f"{type(operation).__name__} runs eagerly here and cannot stand inside a transform of its own "
+                "(mx.compile, mx.grad, mx.vmap) in a block; use mx.checkpoint, or no transform"
+            ) from error
         worth_keeping = getattr(operation, "worth_keeping", False)
         known = next(self.earlier, None) if worth_keeping else None
         output, saved = operation.forward(*inputs) if known is None else known
-        if worth_keeping:
+        if worth_keeping and self.keep_outputs:
             self.kept.append((output, saved))
         if self.keep:
             self.entries.append(Entry(operation, inputs, output, saved))
@@ -122,12 +130,28 @@ def _active(tape: Tape | None) -> Iterator[Tape | None]:
 
 
 @contextmanager
-def eagerly(*, keep: bool = False, earlier: Iterable[tuple[mx.array, Any]] = ()) -> Iterator[Tape]:
-    """Let operations run at once. With `keep` the tape remembers them for `vjp`; `earlier` is what a tape of the same
-    piece kept, which is then not run again."""
-    tape = Tape(keep, iter(earlier))
+def eagerly(
+    *, keep: bool = False, keep_outputs: bool = False, earlier: Iterable[tuple[mx.array, Any]] = ()
+) -> Iterator[Tape]:
+    """Let operations run at once. With `keep` the tape remembers them for `vjp`, with `keep_outputs` the outputs that
+    are worth keeping; `earlier` are such outputs of the same piece, which then do not run again."""
+    tape = Tape(keep, keep_outputs, iter(earlier))
     with _active(tape):
         yield tape
+
+
+def pull(
+    function: Callable[..., Sequence[mx.array]], primals: Sequence[mx.array], cotangents: Sequence[mx.array]
+) -> list[mx.array]:
+    """`mx.vjp(function, primals, cotangents)[1]`, right also where two outputs are one array.
+
+    `mx.vjp` itself (0.32) drops all cotangents of such an array but one. Here every output is a node of its own.
+    """
+
+    def apart(*arrays: mx.array) -> list[mx.array]:
+        return [mx.expand_dims(output, 0) for output in function(*arrays)]
+
+    return list(mx.vjp(apart, list(primals), [mx.expand_dims(c, 0) for c in cotangents])[1])
 
 
 def vjp(
@@ -144,25 +168,27 @@ def vjp(
     outputs = [entry.output for entry in tape.entries]
     pulled: list[mx.array | None] = [None] * (len(primals) + len(outputs))
 
-    def pull(stage: int, seeds: Sequence[mx.array]) -> None:
-        def piece(*arrays: mx.array) -> list[mx.array]:
-            return list(tape.stage(function, arrays[: len(primals)], arrays[len(primals) :]))
+    def pull_stage(stage: int, seeds: Sequence[mx.array]) -> None:
+        def piece(*arrays: mx.array) -> Sequence[mx.array]:
+            return tape.stage(function, arrays[: len(primals)], arrays[len(primals) :])
 
-        inputs = [*primals, *outputs[:stage]]
-        _, found = mx.vjp(piece, inputs, list(seeds))
-        for i, value in enumerate(found):
-            held = pulled[i]
+        found: list[Any] = pull(piece, [*primals, *outputs[:stage]], seeds)
+        for i in range(len(found)):
+            held, value = pulled[i], found[i]
             pulled[i] = value if held is None else held + value
-        mx.eval([p for p in pulled if p is not None])
+            # One after the other: what the stage does not use comes as zeros, of a whole weight maybe.
+            found[i] = held = value = None
+            mx.eval(pulled[i])
 
-    pull(len(outputs), cotangents)
+    pull_stage(len(outputs), cotangents)
     while tape.entries:
         entry = tape.entries.pop()
         outputs.pop()
         cotangent = pulled.pop()
         assert cotangent is not None
         seeds = entry.operation.backward(entry.inputs, entry.output, entry.saved, cotangent)
-        pull(len(outputs), seeds)
+        del entry, cotangent
+        pull_stage(len(outputs), seeds)
     return [p for p in pulled if p is not None]
 
 

@@ -46,6 +46,11 @@ class Engine:
     mlp_chunk: int = 0
     temperature: float = 1.0
 
+    def __attrs_post_init__(self) -> None:
+        ready = getattr(self.head, "ready", None)
+        if ready is not None:
+            ready()
+
     @property
     def requires(self) -> frozenset[str]:
         return requirements(self.losses)

@@ -109,11 +109,11 @@ class ContextOptions:
     """How a forward pass goes through a row. None of these changes a result."""
 
     attention_chunk: str | int = option(
-        "auto", help='queries a chunk in full attention; 0 never, "auto": 128 on the CPU, else 0'
+        "auto", help='queries a chunk in full attention; 0 never, "auto": by size on the CPU (16 to 256), else 0'
     )
     mlp_chunk: int = option(0, help="tokens a chunk in MLPs, recomputed in the backward; 0 for whole", validator=ge(0))
 
-    leaner: ClassVar = {"mlp_chunk": (0, 2048, 1024, 512, 256, 128), "attention_chunk": ("auto", 64, 32, 16)}
+    leaner: ClassVar = {"mlp_chunk": (0, 2048, 1024, 512, 256, 128), "attention_chunk": ("auto", 16)}
 
     @attention_chunk.validator
     def _auto_or_size(self, attribute: Any, value: Any) -> None:

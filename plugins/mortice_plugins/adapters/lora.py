@@ -81,9 +81,10 @@ def recomputed_low_rank(x: mx.array, a: mx.array, b: mx.array, scale: float) -> 
     @term.vjp
     def term_vjp(primals: Any, dy: mx.array, _: Any) -> tuple[mx.array, mx.array, mx.array]:
         x, a, b = primals
-        floats = x.astype(mx.float32)
+        floats, dy = x.astype(mx.float32).reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
         pulled = scale * (dy @ b.T)  # [T, r]
-        return (pulled @ a.T).astype(x.dtype), floats.T @ pulled, scale * ((floats @ a).T @ dy)
+        dx = (pulled @ a.T).astype(x.dtype).reshape(x.shape)
+        return dx, floats.T @ pulled, scale * ((floats @ a).T @ dy)
 
     out: Any = term(x, a, b)
     return out

@@ -69,8 +69,9 @@ def _recomputed(model: Model, ctx: SpanContext, start: int, stop: int, params: P
         model.bind(dict(zip(names, arrays)))
         found = model.run(dict(zip(inputs, arrays[len(names) :])), ctx, start, stop)
         outputs[:] = list(found)
-        return list(found.values())
+        # Each a node of its own: the gradient of an array that stands twice among the outputs would be lost.
+        return [mx.expand_dims(value, 0) for value in found.values()]
 
     values = segment(*(params[name] for name in names), *carry.values())
     model.bind({name: params[name] for name in names})
-    return dict(zip(outputs, values))
+    return {name: value[0] for name, value in zip(outputs, values)}

@@ -16,12 +16,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
+import attrs
 import mlx.core as mx
 from attrs import define, evolve, field, frozen
 
 from mortice import staging
 from mortice.batch import Gradients
-from mortice.compiling import compiled, padded
+from mortice.compiling import compiled, padded, plain
 from mortice.context import SpanContext
 from mortice.errors import ConfigError
 from mortice.linear import on_cpu
@@ -66,8 +67,8 @@ class Segmented:
 
     compile: bool = option(
         False,
-        help="compile segments (mx.compile), on rows padded to a multiple of 64 tokens; for a GPU and plain rows: on "
-        "the CPU it takes the place of eager and is slower",
+        help="compile segments (mx.compile) of rows that do not branch, padded to a multiple of 64 tokens; for a GPU: "
+        "on the CPU it takes the place of eager and is slower",
     )
 
     head_outside_traces: ClassVar = True
@@ -78,6 +79,12 @@ class Segmented:
             raise ValueError(
                 f"keep is {self.keep!r}, which needs eager = true and compile = false: a trace keeps cuts only"
             )
+        if self.keep in ("attention", "everything") and not on_cpu():
+            raise ValueError(
+                f"keep is {self.keep!r}, which is for MLX on the CPU; a GPU keeps cuts only ('auto', 'cuts')"
+            )
+        if self.cuts and self.segment_size != attrs.fields(type(self)).segment_size.default:
+            raise ValueError("cuts and segment_size both say where segments begin; give one of them")
 
     @property
     def stride(self) -> int | None:
@@ -96,14 +103,10 @@ class Segmented:
     def _eager(self) -> bool:
         return self.eager and not self.compile and on_cpu()
 
+    @property
     def _kept(self) -> str:
-        """What is kept in force. Raises ConfigError where a GPU cannot."""
-        eager = self._eager
-        if self.keep == "auto":
-            return "attention" if eager else "cuts"
-        if self.keep != "cuts" and not eager:
-            raise ConfigError(f'backward.keep: {self.keep!r} is for MLX on the CPU; on a GPU "cuts" are kept')
-        return self.keep
+        """What is kept in force."""
+        return self.keep if self.keep != "auto" else "attention" if self._eager else "cuts"
 
     def __call__(
         self, model: Model, params: Params, contexts: Sequence[SpanContext], objective: Objective, /
@@ -115,16 +118,16 @@ class Segmented:
         # Nothing before the first segment that trains needs a gradient.
         trains = [start for start, stop in bounds if model.names_of(model.blocks[start:stop], params)]
         first = 0 if embedding else min(trains, default=len(model.blocks))
-        keep = self._kept()
-        kind = _CompiledSegment if self.compile else _EagerSegment if self._eager else _Segment
+        keep = self._kept
         if self.compile:
-            contexts = [padded(ctx) for ctx in contexts]
+            contexts = [padded(ctx) if plain(ctx) else ctx for ctx in contexts]
 
         gradients: Gradients = {}
         rows: list[tuple[list[_Segment], Carry]] = []
         for ctx in contexts:
             carry = model.begin(ctx, ctx.tokens)
             segments: list[_Segment] = []
+            kind = _CompiledSegment if self.compile and plain(ctx) else _EagerSegment if self._eager else _Segment
             for start, stop in bounds:
                 segment = kind(model, params, gradients, ctx, start, stop, keep)
                 carry = segment.forward(carry, held=start >= first)
@@ -139,17 +142,19 @@ class Segmented:
         assert result.dhidden is not None
         del hiddens
 
-        for ctx, dhidden in zip(contexts, result.dhidden):
-            segments, carry = rows.pop(0)
+        dhiddens = list(result.dhidden)
+        result = evolve(result, dhidden=None, gradients={})
+        for ctx in contexts:
+            (segments, carry), dhidden = rows.pop(0), dhiddens.pop(0)
             pull = partial(_pull, model, params, gradients)
             seed = pull(lambda carry: {"hidden": model.finish(carry)}, final, carry, {"hidden": dhidden})
-            del carry
+            del carry, dhidden
             while segments:
                 seed = segments.pop().backward(seed)
             if embedding:
                 pull(partial(_embed, model, ctx), embedding, {}, seed)
         zeros = {name: mx.zeros(value.shape) for name, value in params.items() if name not in gradients}
-        return evolve(result, dhidden=None, gradients={}), gradients | zeros
+        return result, gradients | zeros
 
 
 @define(eq=False)
@@ -187,33 +192,20 @@ class _Segment:
 
 @define(eq=False)
 class _CompiledSegment(_Segment):
-    """The same, forward and backward each compiled."""
+    """The same, forward and backward each compiled. The pieces capture nothing of the step."""
 
     def backward(self, seed: Carry) -> Carry:
         names = self.model.names_of(self.model.blocks[self.start : self.stop], self.params)
-
-        def pull(ctx: SpanContext, weights: Params, carry: Carry, seed: Carry) -> tuple[Gradients, Carry]:
-            def piece(*arrays: mx.array) -> list[mx.array]:
-                self.model.bind(weights | dict(zip(names, arrays)))
-                found = self.model.run(dict(zip(carry, arrays[len(names) :])), ctx, self.start, self.stop)
-                return [found[key] for key in seed]
-
-            primals = [*(weights[name] for name in names), *carry.values()]
-            pulled = mx.vjp(piece, primals, list(seed.values()))[1]
-            return dict(zip(names, pulled)), dict(zip(carry, pulled[len(names) :]))
-
-        found, cotangents = self._compiled(("backward", *names), pull, self.carry, seed)
+        piece = partial(_backward_piece, self.model, self.start, self.stop, tuple(names))
+        found, cotangents = self._compiled(("backward", *names), piece, self.carry, seed)
         mx.eval(found, cotangents)
         for name, value in found.items():
             self.gradients[name] = self.gradients[name] + value if name in self.gradients else value
         return cotangents
 
     def _run(self, carry: Carry) -> Carry:
-        def run(ctx: SpanContext, weights: Params, carry: Carry) -> Carry:
-            self.model.bind(weights)
-            return self.model.run(carry, ctx, self.start, self.stop)
-
-        found: Carry = self._compiled(("forward",), run, carry)
+        piece = partial(_forward_piece, self.model, self.start, self.stop)
+        found: Carry = self._compiled(("forward",), piece, carry)
         mx.eval(found)
         return found
 
@@ -228,6 +220,26 @@ class _CompiledSegment(_Segment):
             self.model.bind(weights)
 
 
+def _forward_piece(model: Model, start: int, stop: int, ctx: SpanContext, weights: Params, carry: Carry) -> Carry:
+    model.bind(weights)
+    return model.run(carry, ctx, start, stop)
+
+
+def _backward_piece(
+    model: Model, start: int, stop: int, names: Sequence[str],
+    ctx: SpanContext, weights: Params, carry: Carry, seed: Carry,
+) -> tuple[Gradients, Carry]:  # fmt: skip
+    def piece(*arrays: mx.array) -> list[mx.array]:
+        found = _forward_piece(
+            model, start, stop, ctx, weights | dict(zip(names, arrays)), dict(zip(carry, arrays[len(names) :]))
+        )
+        return [found[key] for key in seed]
+
+    primals = [*(weights[name] for name in names), *carry.values()]
+    pulled = staging.pull(piece, primals, list(seed.values()))
+    return dict(zip(names, pulled)), dict(zip(carry, pulled[len(names) :]))
+
+
 @define(eq=False)
 class _EagerSegment(_Segment):
     """The same in stages around what runs eagerly, block by block."""
@@ -238,12 +250,11 @@ class _EagerSegment(_Segment):
     def forward(self, carry: Carry, *, held: bool) -> Carry:
         if held and self.keep == "everything":
             return self._record(carry, ())
-        with staging.eagerly() as tape:
+        with staging.eagerly(keep_outputs=held and self.keep == "attention") as tape:
             if held:
                 self.carry = carry
             carry = self._run(carry)
-        if held and self.keep == "attention":
-            self._earlier = tape.kept
+        self._earlier = tape.kept
         return carry
 
     def backward(self, seed: Carry) -> Carry:
@@ -305,7 +316,7 @@ def _pull(
     primals = [params[name] for name in names] + [carry[key] for key in inputs]
     seeds = [seed[key] for key in outputs]
     try:
-        pulled = mx.vjp(piece, primals, seeds)[1] if tape is None else staging.vjp(piece, primals, seeds, tape)
+        pulled = staging.pull(piece, primals, seeds) if tape is None else staging.vjp(piece, primals, seeds, tape)
     finally:
         model.bind({name: params[name] for name in names})
     for name, value in zip(names, pulled):

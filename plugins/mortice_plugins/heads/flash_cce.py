@@ -96,6 +96,12 @@ class FlashCCE:
                 "tile_memory has nothing to choose: token_tile and vocab_tile are both set; drop one of them"
             )
 
+    def ready(self) -> None:
+        """Check the kernel, where there is one to run: inside a trace would be too late."""
+        if self.backend != "numpy":
+            for grad in (False, True):
+                epilogue(self.kernel, grad=grad)
+
     @property
     def outside_traces(self) -> bool:
         """Which rows are left out depends on probabilities, which a trace does not know yet."""

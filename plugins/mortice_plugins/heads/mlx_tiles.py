@@ -14,6 +14,7 @@ import numpy as np
 from attrs import evolve, frozen
 
 from mortice.batch import Gradients, TokenLogprobs
+from mortice.linear import on_cpu
 from mortice.model import Output
 from mortice_plugins.heads.tiling import FILTER_BLOCK, LOG_HIGHEST, TileCost, spans, worth_gathering
 
@@ -183,7 +184,7 @@ class _Block:
 
     @classmethod
     def of(cls, output: Output, start: int, stop: int) -> _Block:
-        direct = output.quantized and mx.default_device() != mx.cpu
+        direct = output.quantized and not on_cpu()
         return cls(output, start, stop, None if direct else output.rows(start, stop))
 
     def project(self, hidden: mx.array) -> mx.array:
