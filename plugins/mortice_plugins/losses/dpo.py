@@ -51,8 +51,8 @@ class DPO:
         js          g(x) = log 2 + log σ(x)
         alpha       g(x) = (1 − e^(−alpha·x)) / alpha            alpha → 0 is reverse-kl, 1 is forward-kl
 
-    `alpha` is that of the paper; some trainers write 1 − alpha. Below −30, e^−x goes on as a straight line. With
-    `length_normalised`, C and R are means over the tokens of a response. `length_alpha` weights the tokens of the longer
+    `alpha` is that of the paper; some trainers write 1 − alpha. Where an exponent passes 30,
+    the exponential goes on as a straight line. With `length_normalised`, C and R are means over the tokens of a response. `length_alpha` weights the tokens of the longer
     response beyond the length of the shorter one, in policy and reference (α of LD-DPO; 0 leaves them out).
     A pair counts with the weight of its chosen completion.
     """
