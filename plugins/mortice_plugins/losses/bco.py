@@ -1,7 +1,8 @@
 """BCO: a binary classifier of chosen against rejected, whose logit is the reward.
 
-Jung et al., "Binary Classifier Optimization for Large Language Model Alignment", 2024 (arXiv:2404.04656). What it leaves
-out: the reward shift δ (a running mean of rewards; here it is 0) and the density ratio for prompts of unequal sources.
+Jung et al., "Binary Classifier Optimization for Large Language Model Alignment", 2024 (arXiv:2404.04656). What it
+leaves out: the reward shift δ (a running mean of rewards; here it is 0) and the density ratio for prompts of unequal
+sources.
 """
 
 from __future__ import annotations

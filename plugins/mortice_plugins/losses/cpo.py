@@ -34,7 +34,9 @@ class CPO:
     requires: ClassVar = frozenset({"pairs"})
     profile: ClassVar = PROFILE
 
-    variant: str = option("sigmoid", help="function of the margin: sigmoid, or hinge", validator=in_(("sigmoid", "hinge")))
+    variant: str = option(
+        "sigmoid", help="function of the margin: sigmoid, or hinge", validator=in_(("sigmoid", "hinge"))
+    )
     beta: float = option(0.1, help="scale of the margin", validator=gt(0.0))
     label_smoothing: float = label_smoothing("chance ε that a label is wrong (sigmoid)")
     nll_weight: float = option(1.0, help="weight of the chosen responses' NLL; 0 leaves it out", validator=ge(0.0))

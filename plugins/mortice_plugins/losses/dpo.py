@@ -1,10 +1,11 @@
 """DPO: preference learning against a reference model, without a reward model.
 
-Rafailov et al., "Direct Preference Optimization", 2023 (arXiv:2305.18290), and what changes its margin or the function of
-it: conservative smoothing (Mitchell, "A note on DPO with noisy preferences", 2023), robust DPO (Chowdhury et al., 2024,
-arXiv:2403.00409), the hinge of SLiC (Zhao et al., 2023, arXiv:2305.10425), f-divergences (Wang et al., 2023,
-arXiv:2309.16240) and length desensitising (Liu et al., 2024, arXiv:2409.06411). Losses with a target or a regression of
-their own are plugins of their own: `ipo`, `exo`, `discopop`, `nca`, `bco`, `sppo`, `apo-zero`, `apo-down`.
+Rafailov et al., "Direct Preference Optimization", 2023 (arXiv:2305.18290), and what changes its margin or the
+function of it: conservative smoothing (Mitchell, "A note on DPO with noisy preferences", 2023), robust DPO (Chowdhury
+et al., 2024, arXiv:2403.00409), the hinge of SLiC (Zhao et al., 2023, arXiv:2305.10425), f-divergences (Wang et al.,
+2023, arXiv:2309.16240) and length desensitising (Liu et al., 2024, arXiv:2409.06411). Losses with a target or a
+regression of their own are plugins of their own: `ipo`, `exo`, `discopop`, `nca`, `bco`, `sppo`, `apo-zero`,
+`apo-down`.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ STEEPEST = 30.0
 class DPO:
     """Preference loss on the log-ratios of policy to reference: −log σ of the reward margin, and its variants.
 
-    With C and R the summed log-ratios log π(y)/π_ref(y) of chosen and rejected response, z = beta · (g(C) − g(R)) is the
-    margin of their rewards, and the loss is the mean over pairs of
+    With C and R the summed log-ratios log π(y)/π_ref(y) of chosen and rejected response, z = beta · (g(C) − g(R)) is
+    the margin of their rewards, and the loss is the mean over pairs of
 
         sigmoid   −(1−ε) log σ(z) − ε log σ(−z)                  ε = label_smoothing; above 0 it is conservative DPO
         robust    (−(1−ε) log σ(z) + ε log σ(−z)) / (1−2ε)       unbiased where a share ε of the labels is flipped
@@ -51,19 +52,23 @@ class DPO:
         js          g(x) = log 2 + log σ(x)
         alpha       g(x) = (1 − e^(−alpha·x)) / alpha            alpha → 0 is reverse-kl, 1 is forward-kl
 
-    `alpha` is that of the paper; some trainers write 1 − alpha. Where an exponent passes 30,
-    the exponential goes on as a straight line. With `length_normalised`, C and R are means over the tokens of a response. `length_alpha` weights the tokens of the longer
-    response beyond the length of the shorter one, in policy and reference (α of LD-DPO; 0 leaves them out).
-    A pair counts with the weight of its chosen completion.
+    `alpha` is that of the paper; some trainers write 1 − alpha. Where an exponent passes 30, the exponential goes on
+    as a straight line. With `length_normalised`, C and R are means over the tokens of a response. `length_alpha`
+    weights the tokens of the longer response beyond the length of the shorter one, in policy and reference (α of
+    LD-DPO; 0 leaves them out). A pair counts with the weight of its chosen completion.
     """
 
     requires: ClassVar = frozenset({"pairs", "ref_logprobs"})
     profile: ClassVar = PROFILE
 
     variant: str = option(
-        "sigmoid", help="function of the margin: sigmoid, robust, or hinge", validator=in_(("sigmoid", "robust", "hinge"))
+        "sigmoid",
+        help="function of the margin: sigmoid, robust, or hinge",
+        validator=in_(("sigmoid", "robust", "hinge")),
     )
-    beta: float = option(0.1, help="scale of rewards: how strongly the policy is held to the reference", validator=gt(0.0))
+    beta: float = option(
+        0.1, help="scale of rewards: how strongly the policy is held to the reference", validator=gt(0.0)
+    )
     label_smoothing: float = label_smoothing("chance ε that a label is wrong (sigmoid and robust)")
     divergence: str = option(
         "reverse-kl",
@@ -92,7 +97,8 @@ class DPO:
     def __attrs_post_init__(self) -> None:
         if self.variant == "hinge" and self.label_smoothing:
             raise ValueError(
-                f"label_smoothing is {self.label_smoothing}, which variant 'hinge' does not use; 'sigmoid' and 'robust' do"
+                f"label_smoothing is {self.label_smoothing}, which variant 'hinge' does not use; "
+                "'sigmoid' and 'robust' do"
             )
         if self.variant == "robust" and not 0 < self.label_smoothing < 0.5:
             raise ValueError(
@@ -101,7 +107,9 @@ class DPO:
             )
         if (self.divergence == "alpha") != (self.alpha is not None):
             found = "not given" if self.alpha is None else f"{self.alpha}"
-            raise ValueError(f"alpha is {found}, and divergence {self.divergence!r}; 'alpha' needs it, no other uses it")
+            raise ValueError(
+                f"alpha is {found}, and divergence {self.divergence!r}; 'alpha' needs it, no other uses it"
+            )
         if self.length_normalised and (self.length_alpha != 1 or self.divergence != "reverse-kl"):
             raise ValueError(
                 "length_normalised takes means of all tokens' log-ratios: it goes with length_alpha = 1.0 and "

@@ -19,10 +19,10 @@ from mortice_plugins.losses.pairs import PROFILE, log_ratios, preference, sides
 class IPO:
     """Squared distance of the log-ratio margin from 1/(2·beta), on means over tokens.
 
-    With c and r the mean log-ratios log π/π_ref of the tokens of chosen and rejected response, the loss is the mean over
-    pairs of (c − r − 1/(2·beta))². Means and not sums: the paper does not say, its authors did, and with sums the length
-    of a response sets the scale. A larger beta (τ in the paper) asks for a smaller gap. A pair counts with the weight of
-    its chosen completion.
+    With c and r the mean log-ratios log π/π_ref of the tokens of chosen and rejected response, the loss is the mean
+    over pairs of (c − r − 1/(2·beta))². Means and not sums: the paper does not say, its authors did, and with sums
+    the length of a response sets the scale. A larger beta (τ in the paper) asks for a smaller gap. A pair counts with
+    the weight of its chosen completion.
     """
 
     requires: ClassVar = frozenset({"pairs", "ref_logprobs"})
