@@ -11,6 +11,7 @@ import pytest
 from attrs import evolve
 from test_losses import gradient, value
 from test_score import PREFERENCE
+from tiny_run import adapter, run, same, tiny_run
 
 from mortice import score
 from mortice.batch import Completion, Group
@@ -243,8 +244,8 @@ def test_orpo_variants_by_hand():
 
 @pytest.mark.parametrize("name", WITH_REFERENCE)
 def test_case_b04_identical_pair(name):
-    """Chosen equal to rejected: the margin is 0, and what pulls on one side pushes as much on the other. `apo-down` alone
-    still takes both down."""
+    """Chosen equal to rejected: the margin is 0, and what pulls on one side pushes as much on the other. `apo-down`
+    alone still takes both down."""
     loss = WITH_REFERENCE[name]
     groups = [pair([-0.5, -2.0], [-0.5, -2.0])]
     logprobs = [[[-0.5, -2.0]] * 2]
@@ -344,9 +345,9 @@ def test_discopop_stays_finite_far_from_the_reference():
         (lambda: DPO(variant="robust"), "variant 'robust'.*found 0.0"),
         (lambda: DPO(variant="robust", label_smoothing=0.5), "variant 'robust'.*found 0.5"),
         (lambda: DPO(label_smoothing=0.6), "label_smoothing"),
-        (lambda: DPO(alpha=0.5), "alpha is 0.5, and divergence 'reverse-kl'"),
-        (lambda: DPO(divergence="alpha"), "alpha is not given, and divergence 'alpha'"),
-        (lambda: DPO(divergence="alpha", alpha=0.0), "'alpha' must be above 0 and at most 1, found 0.0"),
+        (lambda: DPO(alpha=0.5), "alpha is 0.5, which divergence 'reverse-kl' does not use"),
+        (lambda: DPO(divergence="alpha"), "divergence 'alpha' needs alpha"),
+        (lambda: DPO(divergence="alpha", alpha=0.0), "'alpha' must be > 0"),
         (lambda: DPO(length_normalised=True, length_alpha=0.5), "length_normalised.*found 0.5"),
         (lambda: DPO(length_normalised=True, divergence="js"), "length_normalised.*'js'"),
         (lambda: DPO(length_alpha=1.5), "length_alpha"),
@@ -371,6 +372,25 @@ def test_case_b18_an_option_without_effect_is_an_error_of_the_run_file():
         config_from_dict({**tables, "loss": {"name": "dpo", "variant": "hinge", "label_smoothing": 0.1}})
     with pytest.raises(ConfigError, match=r"loss\.label_smoothing: unknown key"):
         config_from_dict({**tables, "loss": {"name": "ipo", "label_smoothing": 0.1}})
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return tiny_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.mark.parametrize("loss", ["dpo", "ipo", "simpo", "cpo"])
+def test_case_b14_training_changes_the_adapter(home, loss):
+    """The gradient reaches the weights, and the loss goes down; DPO starts at ln 2."""
+    outcome = run(home, "train.steps=1", loss=loss)
+    saved = adapter(outcome.path / "adapter")
+    assert all(mx.abs(value).max().item() > 0 for name, value in saved.items() if name.endswith("lora_b"))
+    longer = run(home, "train.steps=8", loss=loss)
+    assert longer.after["loss"] < longer.before["loss"]
+    assert not same(saved, adapter(longer.path / "adapter"))
+    if loss == "dpo":
+        assert (longer.before["loss"], longer.before["margin"]) == (pytest.approx(LN2, abs=1e-7), 0.0)
+    assert longer.after["margin"] > longer.before["margin"]
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,15 @@ from attrs import evolve, frozen
 
 from mortice.batch import Batch, LossOutput, TokenLogprobs
 from mortice.options import ge, gt, in_, option
-from mortice_plugins.losses.pairs import PROFILE, chosen_nll, label_smoothing, preference, sides, smoothed
+from mortice_plugins.losses.pairs import (
+    PROFILE,
+    chosen_nll,
+    preference,
+    refuse_smoothed_hinge,
+    sides,
+    smoothed,
+    smoothing_option,
+)
 
 
 @frozen
@@ -38,7 +46,7 @@ class CPO:
         "sigmoid", help="function of the margin: sigmoid, or hinge", validator=in_(("sigmoid", "hinge"))
     )
     beta: float = option(0.1, help="scale of the margin", validator=gt(0.0))
-    label_smoothing: float = label_smoothing("chance ε that a label is wrong (sigmoid)")
+    label_smoothing: float = smoothing_option("chance ε that a label is wrong (sigmoid)")
     nll_weight: float = option(1.0, help="weight of the chosen responses' NLL; 0 leaves it out", validator=ge(0.0))
 
     @classmethod
@@ -46,10 +54,7 @@ class CPO:
         return (cls(label_smoothing=0.1, nll_weight=0.0),)
 
     def __attrs_post_init__(self) -> None:
-        if self.variant == "hinge" and self.label_smoothing:
-            raise ValueError(
-                f"label_smoothing is {self.label_smoothing}, which variant 'hinge' does not use; 'sigmoid' does"
-            )
+        refuse_smoothed_hinge(self.variant, self.label_smoothing)
 
     def __call__(self, scores: TokenLogprobs, batch: Batch, /) -> LossOutput:
         chosen, rejected = sides(self.beta * batch.sum(scores.logprobs), batch)  # [N]

@@ -3,9 +3,9 @@
 Rafailov et al., "Direct Preference Optimization", 2023 (arXiv:2305.18290), and what changes its margin or the
 function of it: conservative smoothing (Mitchell, "A note on DPO with noisy preferences", 2023), robust DPO (Chowdhury
 et al., 2024, arXiv:2403.00409), the hinge of SLiC (Zhao et al., 2023, arXiv:2305.10425), f-divergences (Wang et al.,
-2023, arXiv:2309.16240) and length desensitising (Liu et al., 2024, arXiv:2409.06411). Losses with a target or a
-regression of their own are plugins of their own: `ipo`, `exo`, `discopop`, `nca`, `bco`, `sppo`, `apo-zero`,
-`apo-down`.
+2023, arXiv:2309.16240), length normalisation (Lambert et al., "Tulu 3", 2024, arXiv:2411.15124) and length
+desensitising (Liu et al., 2024, arXiv:2409.06411). Losses with a target or a regression of their own are plugins of
+their own: `ipo`, `exo`, `discopop`, `nca`, `bco`, `sppo`, `apo-zero`, `apo-down`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ import mlx.core as mx
 from attrs import frozen
 
 from mortice.batch import Batch, LossOutput, TokenLogprobs
-from mortice.options import fraction, gt, in_, option
+from mortice.options import and_, fraction, gt, in_, le, option, optional
 from mortice_plugins.losses.pairs import (
     PROFILE,
     Sides,
-    label_smoothing,
     log_ratios,
     log_sigmoid,
     preference,
+    refuse_smoothed_hinge,
     sides,
     smoothed,
+    smoothing_option,
 )
 
 STEEPEST = 30.0
@@ -69,13 +70,15 @@ class DPO:
     beta: float = option(
         0.1, help="scale of rewards: how strongly the policy is held to the reference", validator=gt(0.0)
     )
-    label_smoothing: float = label_smoothing("chance ε that a label is wrong (sigmoid and robust)")
+    label_smoothing: float = smoothing_option("chance ε that a label is wrong (sigmoid and robust)")
     divergence: str = option(
         "reverse-kl",
         help="divergence from the reference: reverse-kl, forward-kl, js, or alpha",
         validator=in_(("reverse-kl", "forward-kl", "js", "alpha")),
     )
-    alpha: float | None = option(None, help="α of the alpha divergence, above 0 and at most 1")
+    alpha: float | None = option(
+        None, help="α of the alpha divergence, above 0 and at most 1", validator=optional(and_(gt(0.0), le(1.0)))
+    )
     length_normalised: bool = option(False, help="mean log-ratio of a response's tokens instead of their sum")
     length_alpha: float = option(
         1.0, help="weight of the tokens beyond the length of the shorter response", validator=fraction
@@ -89,27 +92,17 @@ class DPO:
             cls(length_alpha=0.5),
         )
 
-    @alpha.validator
-    def _check_alpha(self, attribute, value) -> None:
-        if value is not None and not 0 < value <= 1:
-            raise ValueError(f"'alpha' must be above 0 and at most 1, found {value!r}")
-
     def __attrs_post_init__(self) -> None:
-        if self.variant == "hinge" and self.label_smoothing:
-            raise ValueError(
-                f"label_smoothing is {self.label_smoothing}, which variant 'hinge' does not use; "
-                "'sigmoid' and 'robust' do"
-            )
+        refuse_smoothed_hinge(self.variant, self.label_smoothing)
         if self.variant == "robust" and not 0 < self.label_smoothing < 0.5:
             raise ValueError(
                 f"variant 'robust' divides by 1 − 2·label_smoothing: it needs one above 0 and below 0.5, "
                 f"found {self.label_smoothing}"
             )
-        if (self.divergence == "alpha") != (self.alpha is not None):
-            found = "not given" if self.alpha is None else f"{self.alpha}"
-            raise ValueError(
-                f"alpha is {found}, and divergence {self.divergence!r}; 'alpha' needs it, no other uses it"
-            )
+        if self.divergence == "alpha" and self.alpha is None:
+            raise ValueError("divergence 'alpha' needs alpha, above 0 and at most 1")
+        if self.divergence != "alpha" and self.alpha is not None:
+            raise ValueError(f"alpha is {self.alpha}, which divergence {self.divergence!r} does not use; 'alpha' does")
         if self.length_normalised and (self.length_alpha != 1 or self.divergence != "reverse-kl"):
             raise ValueError(
                 "length_normalised takes means of all tokens' log-ratios: it goes with length_alpha = 1.0 and "

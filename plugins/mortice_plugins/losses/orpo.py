@@ -14,7 +14,15 @@ from attrs import frozen
 
 from mortice.batch import Batch, LossOutput, TokenLogprobs
 from mortice.options import ge, in_, option
-from mortice_plugins.losses.pairs import PROFILE, chosen_nll, label_smoothing, mean_over_pairs, sides, smoothed
+from mortice_plugins.losses.pairs import (
+    PROFILE,
+    chosen_nll,
+    mean_over_pairs,
+    refuse_smoothed_hinge,
+    sides,
+    smoothed,
+    smoothing_option,
+)
 
 NEAREST = 1e-12
 """How close to 1 a probability is taken to be: below it 1 − p of float32 log-probabilities is rounding only."""
@@ -46,17 +54,14 @@ class ORPO:
     variant: str = option(
         "sigmoid", help="function of the log-odds: sigmoid, or hinge", validator=in_(("sigmoid", "hinge"))
     )
-    label_smoothing: float = label_smoothing("chance ε that a label is wrong (sigmoid)")
+    label_smoothing: float = smoothing_option("chance ε that a label is wrong (sigmoid)")
 
     @classmethod
     def examples(cls) -> Iterable[ORPO]:
         return (cls(label_smoothing=0.1),)
 
     def __attrs_post_init__(self) -> None:
-        if self.variant == "hinge" and self.label_smoothing:
-            raise ValueError(
-                f"label_smoothing is {self.label_smoothing}, which variant 'hinge' does not use; 'sigmoid' does"
-            )
+        refuse_smoothed_hinge(self.variant, self.label_smoothing)
 
     @property
     def requires(self) -> frozenset[str]:

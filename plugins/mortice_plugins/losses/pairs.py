@@ -24,8 +24,15 @@ PROFILE = {
 }
 
 
-def label_smoothing(help: str = "chance ε that a label is wrong") -> Any:
+def smoothing_option(help: str = "chance ε that a label is wrong") -> Any:
+    """The option `label_smoothing`: above ½ it would prefer the rejected."""
     return option(0.0, help=help, validator=and_(ge(0.0), le(0.5)))
+
+
+def refuse_smoothed_hinge(variant: str, label_smoothing: float) -> None:
+    """Raises ValueError where `label_smoothing` would have no effect."""
+    if variant == "hinge" and label_smoothing:
+        raise ValueError(f"label_smoothing is {label_smoothing}, which variant 'hinge' does not use; leave it out")
 
 
 def sides(x: mx.array, batch: Batch) -> Sides:

@@ -12,7 +12,7 @@ from attrs import evolve, frozen
 
 from mortice.batch import Batch, LossOutput, TokenLogprobs
 from mortice.options import ge, gt, option
-from mortice_plugins.losses.pairs import PROFILE, chosen_nll, label_smoothing, preference, sides, smoothed
+from mortice_plugins.losses.pairs import PROFILE, chosen_nll, preference, sides, smoothed, smoothing_option
 
 
 @frozen
@@ -33,7 +33,7 @@ class SimPO:
 
     beta: float = option(2.0, help="scale of the margin", validator=gt(0.0))
     gamma: float = option(0.5, help="target of the scaled margin", validator=ge(0.0))
-    label_smoothing: float = label_smoothing()
+    label_smoothing: float = smoothing_option()
     nll_weight: float = option(0.0, help="weight of the chosen responses' NLL (CPO-SimPO)", validator=ge(0.0))
 
     def __call__(self, scores: TokenLogprobs, batch: Batch, /) -> LossOutput:
