@@ -91,7 +91,8 @@ def test_case_b60_a_mistake_in_a_process_is_one_message_with_exit_code_2(run_fil
     done = shell("train", str(run_file))
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr == (
-        "mortice: run.toml:7: loss.bta: unknown key; did you mean 'beta'? (allowed here: beta, sft_scope, weight)\n"
+        "mortice: run.toml:7: loss.bta: unknown key; did you mean 'beta'? "
+        "(allowed here: beta, label_smoothing, sft_scope, variant, weight)\n"
     )
 
 

@@ -326,8 +326,8 @@ def test_case_b56_all_wrong_keys_at_once_with_line_path_and_nearest_name(refused
 
 
 def test_case_b56_a_key_of_another_loss_says_which_has_it(refused):
-    message = refused(MODEL + DATA + '[loss]\nname = "sft"\nbeta = 0.1\n')
-    assert "run.toml:7: loss.beta: unknown key; loss 'orpo' has it" in message
+    message = refused(MODEL + DATA + '[loss]\nname = "sft"\nsft_scope = "full"\n')
+    assert "run.toml:7: loss.sft_scope: unknown key; loss 'orpo' has it" in message
 
 
 def test_case_b56_a_key_in_the_wrong_table_of_a_strategy_that_is_not_chosen(refused):

@@ -43,11 +43,11 @@ print(json.dumps([[(s.name, s.provider) for s in plugins.registry.all("loss")], 
 
 def test_found_with_its_provider_and_gone_again(installed):
     strategies, failed = json.loads(run(["-c", LISTED], installed))
-    assert ["simpo", "mortice-simpo"] in strategies
+    assert ["plain-simpo", "mortice-simpo"] in strategies
     assert ["orpo", "mortice"] in strategies
     assert failed == []
     without, failed = json.loads(run(["-c", LISTED]))
-    assert without == [s for s in strategies if s[0] != "simpo"]
+    assert without == [s for s in strategies if s[0] != "plain-simpo"]
     assert failed == []
 
 
@@ -67,7 +67,7 @@ def test_trains_like_a_built_in(monkeypatch):
 
     model = toy()
     groups = [Group("a", [1, 2, 3], [Completion([5, 6]), Completion([8])], ((0, 1),))]
-    engine = Engine(model, FlashCCE(), Segmented(), PrefixShared(), (WeightedLoss("simpo", SimPO()),))
+    engine = Engine(model, FlashCCE(), Segmented(), PrefixShared(), (WeightedLoss("plain-simpo", SimPO()),))
     params = {name: value for name, value in model.named_parameters().items() if "embed" not in name}
     model.mark_trainable(params)
     before, gradients = engine.gradients(params, groups)

@@ -15,12 +15,29 @@ from mortice.pretrained import load
 
 SFT_FULL = {"name": "sft", "scope": "full"}
 ORPO_RESPONSE = {"name": "orpo", "sft_scope": "response"}
+PREFERENCE = {
+    "trl_dpo": "dpo",
+    "trl_dpo_b05": {"name": "dpo", "beta": 0.5},
+    "trl_hinge": {"name": "dpo", "variant": "hinge"},
+    "trl_robust": {"name": "dpo", "variant": "robust", "label_smoothing": 0.1},
+    "trl_sigmoid_norm": {"name": "dpo", "length_normalised": True},
+    "trl_ipo": "ipo",
+    "trl_exo": "exo",
+    "trl_nca": "nca",
+    "trl_bco": "bco",
+    "trl_sppo": "sppo",
+    "trl_apo_zero": "apo-zero",
+    "trl_apo_down": "apo-down",
+    "trl_discopop": "discopop",
+    "trl_simpo": "simpo",
+}
 CASES = [
     ("sft_completion", "sft", "chosen"),
     ("sft_full", SFT_FULL, "chosen"),
     ("orpo_response", ORPO_RESPONSE, "pairs"),
     ("trl_orpo_full_batch4", {"name": "orpo", "beta": 0.1}, "pairs"),
     *((f"trl_orpo_full_row{i}", "orpo", i) for i in range(4)),
+    *((name, loss, "pairs") for name, loss in PREFERENCE.items()),
 ]
 HEADS = ["dense", {"name": "flash-cce", "token_tile": 7, "vocab_tile": 100}]
 BACKWARDS = ["full", {"name": "segmented", "segment_size": 1}, {"name": "segmented", "segment_size": 3}]
@@ -64,7 +81,7 @@ def test_losses_and_gradients_equal_the_reference(shared, pairs, expected, name,
     groups = pairs if which == "pairs" else chosen_only(pairs) if which == "chosen" else [pairs[which]]
     found = score(
         shared / "losses" / "base", groups, loss=loss, head=head, backward=backward, layout=layout,
-        adapter=shared / "losses" / "adapter", gradients=True, micro_batch_size=3,
+        adapter=shared / "losses" / "adapter", reference="base", gradients=True, micro_batch_size=3,
     )  # fmt: skip
     want = expected[name]["loss"]
     assert abs(found.loss - want) <= 1e-5 * max(1.0, abs(want))

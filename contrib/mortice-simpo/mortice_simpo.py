@@ -1,7 +1,8 @@
 """SimPO: a preference loss on length-normalised log-probabilities, without a reference model.
 
 Meng, Xia and Chen, "SimPO: Simple Preference Optimization with a Reference-Free Reward", 2024 (arXiv:2405.14734). γ
-stands outside β, as TRL has it. What it leaves out: the NLL term of CPO-SimPO, and label smoothing.
+stands outside β, as TRL has it. What it leaves out: the NLL term of CPO-SimPO, and label smoothing; mortice's own
+`simpo` has both.
 """
 
 from __future__ import annotations
@@ -46,4 +47,4 @@ class SimPO:
 
 @hookimpl
 def register_losses(register):
-    register("simpo", SimPO)
+    register("plain-simpo", SimPO)

@@ -33,6 +33,72 @@ orpo = _plugin(
     "Odds-ratio preference optimisation: NLL plus λ times the log-odds term; no reference model.",
     "orpo",
 )
+dpo = _plugin(
+    "loss",
+    "mortice_plugins.losses.dpo:DPO",
+    "Preference loss on the log-ratios of policy to reference: −log σ of the reward margin, and its variants.",
+    "dpo",
+)
+ipo = _plugin(
+    "loss",
+    "mortice_plugins.losses.ipo:IPO",
+    "Squared distance of the log-ratio margin from 1/(2·beta), on means over tokens.",
+    "ipo",
+)
+exo = _plugin(
+    "loss",
+    "mortice_plugins.losses.exo:EXO",
+    "Reverse KL between the policy's preference of a pair and its smoothed label.",
+    "exo",
+)
+nca = _plugin(
+    "loss",
+    "mortice_plugins.losses.nca:NCA",
+    "Noise contrastive alignment of pairs: each reward against 0, not only against the other one.",
+    "nca",
+)
+bco = _plugin(
+    "loss",
+    "mortice_plugins.losses.bco:BCO",
+    "Binary cross-entropy with the reward as logit: chosen is 1, rejected 0; no reward shift.",
+    "bco",
+)
+sppo = _plugin(
+    "loss",
+    "mortice_plugins.losses.sppo:SPPO",
+    "Squared distances of the log-ratios from ½/beta for the chosen and −½/beta for the rejected response.",
+    "sppo",
+)
+apo_zero = _plugin(
+    "loss",
+    "mortice_plugins.losses.apo:APOZero",
+    "Chosen up and rejected down, each from its own anchor: for answers better than the model's own.",
+    "apo-zero",
+)
+apo_down = _plugin(
+    "loss",
+    "mortice_plugins.losses.apo:APODown",
+    "Both responses down, the rejected one more: for answers worse than the model's own.",
+    "apo-down",
+)
+discopop = _plugin(
+    "loss",
+    "mortice_plugins.losses.discopop:DiscoPOP",
+    "Logistic loss for pairs in the wrong order, exponential loss for those in the right one.",
+    "discopop",
+)
+simpo = _plugin(
+    "loss",
+    "mortice_plugins.losses.simpo:SimPO",
+    "Preference loss on mean log-probabilities with a target margin; no reference model.",
+    "simpo",
+)
+cpo = _plugin(
+    "loss",
+    "mortice_plugins.losses.cpo:CPO",
+    "Preference loss on summed log-probabilities, with the NLL of the chosen response; no reference model.",
+    "cpo",
+)
 flash_cce = _plugin(
     "head",
     "mortice_plugins.heads.flash_cce:FlashCCE",

@@ -6,6 +6,7 @@ Hong, Lee and Thorne, "ORPO: Monolithic Preference Optimization without Referenc
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import ClassVar
 
 import mlx.core as mx
@@ -13,6 +14,15 @@ from attrs import frozen
 
 from mortice.batch import Batch, LossOutput, TokenLogprobs
 from mortice.options import ge, in_, option
+from mortice_plugins.losses.pairs import (
+    PROFILE,
+    chosen_nll,
+    mean_over_pairs,
+    refuse_smoothed_hinge,
+    sides,
+    smoothed,
+    smoothing_option,
+)
 
 NEAREST = 1e-12
 """How close to 1 a probability is taken to be: below it 1 − p of float32 log-probabilities is rounding only."""
@@ -28,16 +38,12 @@ class ORPO:
         log_odds = (c̄ − r̄) − (log(1 − e^c̄) − log(1 − e^r̄))
 
     `nll` is the mean over all tokens of prompt and chosen response (`sft_scope = "full"`), or the mean over pairs of
-    −c̄ (`"response"`, as in the paper). A pair counts with the weight of its chosen completion.
+    −c̄ (`"response"`, as in the paper). With ε = label_smoothing above 0, −(1−ε) log σ(log_odds) − ε log σ(−log_odds)
+    takes the place of −log σ(log_odds); with `variant = "hinge"`, max(0, 1 − log_odds) does, and pairs that are apart
+    by that much are left alone. A pair, and each token of its NLL, counts with the weight of its chosen completion.
     """
 
-    profile: ClassVar = {
-        "optimizer.learning_rate": 1e-5,
-        "schedule.name": "cosine",
-        "schedule.warmup": 0.03,
-        "adapter.rank": 16,
-        "adapter.scale": 2.0,
-    }
+    profile: ClassVar = PROFILE
 
     beta: float = option(0.1, help="weight of the odds-ratio term (λ in the paper)", validator=ge(0.0))
     sft_scope: str = option(
@@ -45,42 +51,41 @@ class ORPO:
         help="the NLL term: full (token mean over prompt and chosen response), or response (pair mean of −c̄)",
         validator=in_(("full", "response")),
     )
+    variant: str = option(
+        "sigmoid", help="function of the log-odds: sigmoid, or hinge", validator=in_(("sigmoid", "hinge"))
+    )
+    label_smoothing: float = smoothing_option("chance ε that a label is wrong (sigmoid)")
+
+    @classmethod
+    def examples(cls) -> Iterable[ORPO]:
+        return (cls(label_smoothing=0.1),)
+
+    def __attrs_post_init__(self) -> None:
+        refuse_smoothed_hinge(self.variant, self.label_smoothing)
 
     @property
     def requires(self) -> frozenset[str]:
         return frozenset({"pairs", "prompt_logprobs"} if self.sft_scope == "full" else {"pairs"})
 
     def __call__(self, scores: TokenLogprobs, batch: Batch, /) -> LossOutput:
-        mean = batch.mean(scores.logprobs)  # [C]
-        chosen, rejected = mean[batch.pairs[:, 0]], mean[batch.pairs[:, 1]]  # [N]
-        weights = batch.weights[batch.pairs[:, 0]]
-        pairs = weights.sum()
-
+        chosen, rejected = sides(batch.mean(scores.logprobs), batch)  # [N]
         log_odds = (chosen - rejected) - (log1mexp(chosen) - log1mexp(rejected))
-        odds = mx.logaddexp(mx.zeros_like(log_odds), -log_odds)  # −log σ(log_odds)
-        nll = self._token_nll(scores, batch) if self.sft_scope == "full" else (-(weights * chosen).sum(), pairs)
-
-        def mean_of(value: mx.array) -> tuple[mx.array, mx.array]:
-            return (weights * value).sum(), pairs
-
+        hinge = self.variant == "hinge"
+        odds = mx.maximum(0.0, 1.0 - log_odds) if hinge else smoothed(log_odds, self.label_smoothing)
+        full = self.sft_scope == "full"
+        nll = chosen_nll(scores, batch, prompts=True) if full else mean_over_pairs(-chosen, batch)
+        metrics = {
+            "lw": chosen,
+            "lr": rejected,
+            "log_odds": log_odds,
+            "margin": chosen - rejected,
+            "accuracy": chosen > rejected,
+        }
         return LossOutput(
-            {"nll": nll, "odds": mean_of(odds)},
+            {"nll": nll, "odds": mean_over_pairs(odds, batch)},
             weights={"odds": self.beta},
-            metrics={
-                "lw": mean_of(chosen),
-                "lr": mean_of(rejected),
-                "log_odds": mean_of(log_odds),
-                "margin": mean_of(chosen - rejected),
-                "accuracy": mean_of(chosen > rejected),
-            },
+            metrics={name: mean_over_pairs(value, batch) for name, value in metrics.items()},
         )
-
-    def _token_nll(self, scores: TokenLogprobs, batch: Batch) -> tuple[mx.array, mx.array]:
-        """(total, count) over prompt and chosen response, each token once: a prompt belongs to the chosen, which comes
-        first in its group."""
-        counted = (batch.owner[:, None] == batch.pairs[None, :, 0]).any(axis=1)  # [M]
-        weights = mx.where(counted, batch.weights[batch.owner], 0.0)
-        return -(weights * mx.where(counted, scores.logprobs, 0.0)).sum(), weights.sum()
 
 
 def log1mexp(x: mx.array) -> mx.array:

@@ -1,0 +1,91 @@
+"""What losses of preference pairs share: the two sides of a pair, means over pairs, label smoothing, metrics.
+
+A batch has C completions and N pairs; a pair counts with the weight of its chosen completion.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from mortice.batch import Batch, LossOutput, TokenLogprobs
+from mortice.options import and_, ge, le, option
+
+Sides = tuple[mx.array, mx.array]
+"""Of chosen and rejected, `[N]` each."""
+
+PROFILE = {
+    "optimizer.learning_rate": 1e-5,
+    "schedule.name": "cosine",
+    "schedule.warmup": 0.03,
+    "adapter.rank": 16,
+    "adapter.scale": 2.0,
+}
+
+
+def smoothing_option(help: str = "chance ε that a label is wrong") -> Any:
+    """The option `label_smoothing`: above ½ it would prefer the rejected."""
+    return option(0.0, help=help, validator=and_(ge(0.0), le(0.5)))
+
+
+def refuse_smoothed_hinge(variant: str, label_smoothing: float) -> None:
+    """Raises ValueError where `label_smoothing` would have no effect."""
+    if variant == "hinge" and label_smoothing:
+        raise ValueError(f"label_smoothing is {label_smoothing}, which variant 'hinge' does not use; leave it out")
+
+
+def sides(x: mx.array, batch: Batch) -> Sides:
+    """`[C]` → what chosen and rejected have of it, `[N]` each."""
+    return x[batch.pairs[:, 0]], x[batch.pairs[:, 1]]
+
+
+def mean_over_pairs(x: mx.array, batch: Batch) -> tuple[mx.array, mx.array]:
+    """(total, count) of `x [N]`."""
+    weights = batch.weights[batch.pairs[:, 0]]  # [N]
+    return (weights * x).sum(), weights.sum()
+
+
+def log_ratios(scores: TokenLogprobs, batch: Batch) -> mx.array:
+    """`[M]`: log π/π_ref of every scored token. Taken before any sum, so that equal policies give exactly 0."""
+    assert batch.ref_logprobs is not None
+    return scores.logprobs - batch.ref_logprobs
+
+
+def log_sigmoid(x: mx.array) -> mx.array:
+    return -mx.logaddexp(mx.zeros_like(x), -x)
+
+
+def smoothed(margin: mx.array, epsilon: float) -> mx.array:
+    """−(1−ε) log σ(margin) − ε log σ(−margin): each label is wrong with probability ε."""
+    loss = -log_sigmoid(margin)
+    return loss if epsilon == 0 else (1 - epsilon) * loss - epsilon * log_sigmoid(-margin)
+
+
+def chosen_nll(scores: TokenLogprobs, batch: Batch, *, prompts: bool = False) -> tuple[mx.array, mx.array]:
+    """(total, count) of −logprob over the tokens of all chosen completions, each once; with `prompts`, over those of
+    their prompts too, which belong to the chosen."""
+    counted = (batch.owner[:, None] == batch.pairs[None, :, 0]).any(axis=1)  # [M]
+    if not prompts:
+        counted = counted & ~batch.is_prompt
+    weights = mx.where(counted, batch.weights[batch.owner], 0.0)
+    return -(weights * mx.where(counted, scores.logprobs, 0.0)).sum(), weights.sum()
+
+
+def preference(loss: mx.array, rewards: Sides, scores: TokenLogprobs, batch: Batch) -> LossOutput:
+    """The mean over pairs of `loss [N]`, with metrics: both rewards, their margin, how often it is right, and the mean
+    log-probabilities a token of chosen (`lw`) and rejected (`lr`)."""
+    chosen, rejected = rewards
+    lw, lr = sides(batch.mean(scores.logprobs), batch)
+    metrics = {
+        "reward_chosen": chosen,
+        "reward_rejected": rejected,
+        "margin": chosen - rejected,
+        "accuracy": chosen > rejected,
+        "lw": lw,
+        "lr": lr,
+    }
+    return LossOutput(
+        {"preference": mean_over_pairs(loss, batch)},
+        metrics={name: mean_over_pairs(value, batch) for name, value in metrics.items()},
+    )
