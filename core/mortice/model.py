@@ -69,6 +69,8 @@ class Model:
     """Of the activations: float32 on the CPU, the checkpoint's own on a GPU."""
     trainable: frozenset[tuple[int, Any]] = frozenset()
     """(id of module, attribute) of every parameter that trains."""
+    buffers: frozenset[str] = frozenset()
+    """Full names of stored numbers that are part of the function and never train."""
     unread: bool = False
     """Whether the weights are to be cast as they are read: see `read`."""
 

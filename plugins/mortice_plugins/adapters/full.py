@@ -30,7 +30,11 @@ class FullWeights:
                 f'adapter "full" cannot train quantized weights, which have no gradient ({some(packed, 3)}); '
                 "use a LoRA adapter, or a checkpoint in float weights (mortice convert --dequantize)"
             )
-        params = {name: value.astype(mx.float32) for name, value in named.items() if value.dtype in FLOATS}
+        params = {
+            name: value.astype(mx.float32)
+            for name, value in named.items()
+            if value.dtype in FLOATS and name not in model.buffers
+        }
         model.bind(params)
         return params
 
