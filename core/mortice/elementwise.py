@@ -70,7 +70,8 @@ class _SiLU:
 
 
 class _GELU:
-    """GELU by tanh (Hendrycks and Gimpel 2016, arXiv:1606.08415): ½ x (1 + tanh u) is x σ(2u), u = √(2/π) (x + a x³)."""
+    """GELU's tanh form (Hendrycks and Gimpel 2016, arXiv:1606.08415): ½ x (1 + tanh u) is x σ(2u), so that
+    z = 2u = 2 √(2/π) (x + 0.044715 x³)."""
 
     SCALE, CUBIC = 2 * math.sqrt(2 / math.pi), 0.044715
 
