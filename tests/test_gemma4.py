@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 from attrs import evolve
 from tiny_llama import PLUGINS, distance, write
+from tiny_run import RUN_FILE, configure, metrics, tiny_run, write_tokenizer
 
 from mortice import score
 from mortice.batch import Completion, Group, Row, Span
 from mortice.context import CacheContext, SpanContext
 from mortice.errors import CheckpointError
 from mortice.generation import generate_tokens
+from mortice.launch import Notices, train
+from mortice.objective import WeightedLoss
 from mortice.pretrained import load, random_model
 from mortice.protocols import Sampling
 from mortice.step import Engine
@@ -199,11 +202,8 @@ def test_a_fault_would_be_seen(shared, fault, monkeypatch):
 
 
 def engine(model, backward=None, layout=None, head=None) -> Engine:
-    from mortice.objective import WeightedLoss
-
-    return Engine(
-        model, head or Dense(), backward or Full(), layout or Separate(), (WeightedLoss("orpo", ORPO()),)
-    )  # fmt: skip
+    losses = (WeightedLoss("orpo", ORPO()),)
+    return Engine(model, head or Dense(), backward or Full(), layout or Separate(), losses)
 
 
 def trained(config, adapter):
@@ -385,9 +385,27 @@ def test_multimodal_checkpoints_without_their_towers(tmp_path, kind, prefix):
     config = {"model_type": kind, "text_config": SHARING | {"model_type": f"{kind}_text"}, "vision_config": {}}
     found = load(write(tmp_path, renamed(text.named_parameters(), prefix) | towers, config), plugins=PLUGINS)
     assert found.ignored == ("model.embed_audio.weight", "vision_tower.patch.weight")
+    assert found.left_out == "weights that the model does not use are left out: embed_audio (1), vision_tower (1)"
     assert distance(logits(found.model), logits(text)) == 0
     assert "model.language_model.layers.0.self_attn.q_proj.weight" in found.model.named_parameters()
     assert found.model.output.name == "model.language_model.embed_tokens.weight"
+
+
+def test_a_run_on_a_multimodal_checkpoint(tmp_path):
+    """Its note on what is left out, and the same steps with everything kept and recomputed."""
+    config = SHARING | {"vocab_size": 272, "vocab_size_per_layer_input": 272}
+    weights = renamed(tiny(config).named_parameters(), "model.language_model.")
+    towers = {f"model.vision_tower.{i}.weight": mx.ones((2, 2)) for i in range(3)}
+    losses = []
+    for i, backward in enumerate(("full", "segmented")):
+        file = tiny_run(tmp_path / str(i), RUN_FILE)
+        write(tmp_path / str(i) / "model", weights | towers, {"model_type": "gemma4", "text_config": config})
+        notices = Notices()
+        outcome = train(configure(file, backward=backward, layout="prefix-shared"), notices)
+        losses.append([line["loss"] for line in metrics(outcome)])
+        assert "weights that the model does not use are left out: vision_tower (3)" in notices.messages
+    assert len(losses[0]) == 3
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def test_dead_weights_are_dropped_and_never_required(tmp_path):
@@ -417,8 +435,29 @@ def test_experts_as_mlx_lm_stores_them(tmp_path):
     assert found.ignored == ()
     assert distance(logits(found.model), logits(text)) == 0
     packed = weights | {"model.layers.0.experts.switch_glu.up_proj.scales": mx.ones((4, 32, 1))}
-    with pytest.raises(CheckpointError, match="layers.0.experts.switch_glu.up_proj.*packed experts are not supported"):
+    with pytest.raises(CheckpointError, match=r"experts\.switch_glu\.up_proj.*packed experts are not supported"):
         load(write(tmp_path / "packed", packed, EXPERTS), plugins=PLUGINS)
+
+
+@pytest.mark.parametrize("strategy", [LoRA(rank=2), FullWeights()], ids=["lora", "full"])
+@pytest.mark.parametrize("multimodal", [False, True], ids=["text", "multimodal"])
+def test_adapters_go_to_mlx_lm_and_back(tmp_path, multimodal, strategy):
+    utils = pytest.importorskip("mlx_lm")
+    text = tiny(SHARING)
+    config, weights = SHARING, text.named_parameters()
+    if multimodal:
+        config = {"model_type": "gemma4", "text_config": SHARING, "vocab_size": 41}
+        weights = renamed(weights, "model.language_model.")
+    write_tokenizer(write(tmp_path / "model", weights, config))
+    model = load(tmp_path / "model", plugins=PLUGINS).model
+    params = {n: p + 0.1 for n, p in strategy.attach(model, 0).items()}
+    model.bind(params)
+    strategy.save(model, params, tmp_path / "adapter")
+    assert distance(logits(model), logits(text)) > 0.1
+    theirs, _ = utils.load(str(tmp_path / "model"), adapter_path=str(tmp_path / "adapter"))
+    assert distance(theirs(mx.array([IDS]))[0], logits(model)) < 1e-4
+    again = load(tmp_path / "model", plugins=PLUGINS, adapter=tmp_path / "adapter")
+    assert distance(logits(again.model), logits(model)) < 1e-6
 
 
 def test_an_output_matrix_of_its_own(tmp_path):

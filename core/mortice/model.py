@@ -91,6 +91,14 @@ class Model:
         """Names and shapes of a checkpoint to those of the parts: drop dead weights, split fused ones."""
         return weights
 
+    def own_name(self, name: str) -> str:
+        """The parts' own name of a parameter or module that transformers or mlx-lm call `name`."""
+        return name
+
+    def mlx_lm_name(self, name: str) -> str:
+        """What mlx-lm calls a parameter: the name under which adapters are saved."""
+        return name
+
     @property
     def num_layers(self) -> int:
         return 1 + max((block.layer for block in self.blocks), default=-1)

@@ -26,8 +26,8 @@ from mortice_plugins.models.llama import OutputPart, RMSNorm
 
 PER_LAYER = "per_layer_inputs"
 """`[T, layers, width]`: a constant of the context, or in the carry where something that makes it trains."""
-PREFIXES = ("model.language_model.", "language_model.model.")
-"""Of the decoder's weights in multimodal checkpoints: Hugging Face's and mlx-lm's."""
+TRANSFORMERS, MLX_LM = "model.language_model.", "language_model.model."
+"""Prefixes of the decoder's weights in multimodal checkpoints."""
 
 
 class Attention(nn.Module):
@@ -216,15 +216,20 @@ class Gemma4(Model):
                 if layer.donor is not None for name in ("k_proj.", "v_proj.", "k_norm.")]  # fmt: skip
         if self._c.tied:
             dead.append("lm_head.")
-        named = {self._own_name(name): value for name, value in weights.items()}
+        named = {self.own_name(name): value for name, value in weights.items()}
         kept = {n: w for n, w in named.items() if "rotary_emb" not in n and not n.startswith(tuple(dead))}
         return stacked(kept)
 
-    def _own_name(self, name: str) -> str:
-        for prefix in PREFIXES:
+    def own_name(self, name: str) -> str:
+        for prefix in (TRANSFORMERS, MLX_LM):
             if name.startswith(prefix):
                 return f"{self._c.path}.{name.removeprefix(prefix)}"
         return name.removeprefix("language_model.") if name.startswith("language_model.lm_head.") else name
+
+    def mlx_lm_name(self, name: str) -> str:
+        if not self._c.multimodal:
+            return name
+        return MLX_LM + name.removeprefix(TRANSFORMERS) if name.startswith(TRANSFORMERS) else f"language_model.{name}"
 
 
 def stacked(weights: dict[str, mx.array]) -> dict[str, mx.array]:

@@ -59,8 +59,7 @@ class Experts:
 class Gemma4Config:
     """The keys of `config.json` that shape the text decoder."""
 
-    path: str
-    """Prefix of the decoder's parameter names."""
+    multimodal: bool
     hidden: int
     heads: int
     vocab: int
@@ -73,6 +72,11 @@ class Gemma4Config:
     per_layer_vocab: int
     experts: Experts | None
     layers: tuple[Layer, ...]
+
+    @property
+    def path(self) -> str:
+        """Prefix of the decoder's parameter names."""
+        return "model.language_model" if self.multimodal else "model"
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Gemma4Config:
@@ -101,7 +105,7 @@ class Gemma4Config:
             if experts.chosen > experts.count:
                 raise keys.error("top_k_experts", f"is {experts.chosen}, num_experts only {experts.count}")
         return cls(
-            path="model.language_model" if nested else "model",
+            multimodal=nested,
             hidden=keys.size("hidden_size"),
             heads=keys.size("num_attention_heads"),
             vocab=vocab,

@@ -71,7 +71,7 @@ class Routed(nn.Module):
 
 
 def gathered(x: mx.array, matrices: mx.array, which: mx.array) -> mx.array:
-    """Each row times the transpose of its matrix: `x [N, in]`, `matrices [E, out, in]`, rising `which [N]` → `[N, out]`.
+    """Rows times their matrices' transposes: `x [N, in]`, `matrices [E, out, in]`, rising `which [N]` → `[N, out]`.
 
     On the CPU matrices that are not float32 are cast on the fly, forward and backward; those get no gradient.
     """
