@@ -278,6 +278,24 @@ def test_shared_keys_and_values_leave_the_carry_after_their_last_user():
     assert held == ["k0v0", "k0v0", "k0k1v0v1", "k0k1v0v1", "k1v1", "k1v1", "", ""]
 
 
+def test_peak_of_a_sliding_layer_is_linear_in_length():
+    model, _ = trained(SHARING | {"sliding_window": 64}, LoRA(rank=2))
+
+    def peak(length: int) -> int:
+        ctx = SpanContext(Row([1] * length, [Span(0, length, None, 0)], [], [], [], [], []))
+        carry = model.begin(ctx, ctx.tokens)
+        seed = mx.ones((length, 32))
+        mx.eval(carry, ctx.constants, seed)
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        mx.eval(mx.vjp(lambda h: [model.run({"h": h}, ctx, 0, 1)["h"]], [carry["h"]], [seed])[1])
+        return mx.get_peak_memory() - before
+
+    peaks = [peak(length) for length in (512, 1024, 2048)]
+    assert peaks[1] < 2.3 * peaks[0]
+    assert peaks[2] < 2.3 * peaks[1]
+
+
 def test_sharers_own_no_cache():
     model = tiny(SHARING)
     ctx = CacheContext()
@@ -460,6 +478,29 @@ def test_adapters_go_to_mlx_lm_and_back(tmp_path, multimodal, strategy):
     assert distance(logits(again.model), logits(model)) < 1e-6
 
 
+def test_packed_weights_under_mlx_lm_names(tmp_path):
+    """4 bits but for one matrix, which its own entry in the config keeps as it is."""
+    kept = "language_model.model.layers.1.mlp.up_proj"
+    plain, packed = {}, {}
+    for name, value in renamed(tiny(SHARING).named_parameters(), "language_model.model.").items():
+        stem, _, last = name.rpartition(".")
+        if value.ndim < 2 or stem == kept or last != "weight":
+            plain[name] = packed[name] = value
+            continue
+        parts = mx.quantize(value, group_size=32, bits=4)
+        packed |= {f"{stem}.{part}": array for part, array in zip(("weight", "scales", "biases"), parts)}
+        plain[name] = mx.dequantize(*parts, group_size=32, bits=4)
+    config = {"model_type": "gemma4", "text_config": SHARING}
+    table = {"quantization": {"group_size": 32, "bits": 4, kept: False}}
+    found = load(write(tmp_path / "packed", packed, config | table), plugins=PLUGINS)
+    want = load(write(tmp_path / "plain", plain, config), plugins=PLUGINS)
+    assert found.ignored == ()
+    assert distance(logits(found.model), logits(want.model)) < 1e-4
+    wrong = {"quantization": {kept.replace("up", "down"): {"bits": 8, "group_size": 32}}}
+    with pytest.raises(CheckpointError, match=r"down_proj is stored with bits 4, config\.json says 8"):
+        load(write(tmp_path / "packed", packed, config | wrong), plugins=PLUGINS)
+
+
 def test_an_output_matrix_of_its_own(tmp_path):
     text = tiny(K_IS_V)
     table = text.named_parameters()["model.embed_tokens.weight"]
@@ -529,7 +570,7 @@ def test_proportional_frequencies_by_hand():
         ({"num_hidden_layers": "4"}, "num_hidden_layers must be a whole number of 1 or more, found '4'"),
         ({"hidden_activation": "silu"}, r"hidden_activation 'silu' is not supported \(supported: 'gelu_pytorch_tanh'"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all' is not supported"),
-        ({"final_logit_softcapping": 0}, "final_logit_softcapping must be a number above 0 or null, found 0"),
+        ({"final_logit_softcapping": 0}, "final_logit_softcapping must be a number above 0, found 0"),
         ({"layer_types": [FULL]}, "layer_types names 1 layers, num_hidden_layers is 4"),
         ({"layer_types": [SLIDING] * 4}, "layer_types ends with 'sliding_attention'; the last layer must be"),
         ({"layer_types": ["linear"] * 4}, "layer_types 'linear' is not supported"),
@@ -540,6 +581,12 @@ def test_proportional_frequencies_by_hand():
         ({"rope_parameters": {FULL: {"rope_type": "yarn", "rope_theta": 1e4}}}, "full_attention.rope_type 'yarn'"),
         ({"rope_parameters": {FULL: {"rope_type": "default"}}}, r"lacks 'rope_parameters\.full_attention\.rope_theta"),
         ({"rope_parameters": {SLIDING: 3}}, r"rope_parameters\.sliding_attention must be a table, found 3"),
+        (
+            {"rope_parameters": {FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 2}}},
+            r"full_attention\.partial_rotary_factor 2\.0 is not supported",
+        ),
+        ({"layer_types": FULL}, "layer_types must be a list, found 'full_attention'"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number above 0, found 'small'"),
         ({"enable_moe_block": True}, "lacks 'num_experts'"),
         (
             {"enable_moe_block": True, "num_experts": 2, "top_k_experts": 3, "moe_intermediate_size": 32},

@@ -240,7 +240,7 @@ def _quantize(model: Model, config: Mapping[str, Any], stored: Mapping[str, mx.a
     names = model.sanitize({name: value for name, value in stored.items() if name.endswith((".scales", ".weight"))})
     for name, module, put in list(model.named_modules()):
         scales = names.get(f"{name}.scales")
-        own = table.get(name)
+        own = table.get(name, table.get(model.mlx_lm_name(name)))
         if scales is None or own is False or not isinstance(module, (Linear, Embedding)):
             continue
         packed, inputs = names[f"{name}.weight"], module.weight.shape[1]

@@ -7,6 +7,7 @@ transformers. Multimodal configs hold the text decoder's in `text_config`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -92,9 +93,6 @@ class Gemma4Config:
         ):
             if text.get(key) not in allowed:
                 raise keys.error(key, f"{text[key]!r} is not supported (supported: {allowed[1]!r})")
-        softcap = text.get("final_logit_softcapping")
-        if softcap is not None and (isinstance(softcap, bool) or not isinstance(softcap, (int, float)) or softcap <= 0):
-            raise keys.error("final_logit_softcapping", f"must be a number above 0 or null, found {softcap!r}")
         vocab = keys.size("vocab_size")
         per_layer = keys.size("hidden_size_per_layer_input", 256, least=0)
         experts = None
@@ -109,10 +107,10 @@ class Gemma4Config:
             hidden=keys.size("hidden_size"),
             heads=keys.size("num_attention_heads"),
             vocab=vocab,
-            eps=text.get("rms_norm_eps") or 1e-6,
+            eps=keys.number("rms_norm_eps", 1e-6),
             tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", True))),
             bias=bool(text.get("attention_bias", False)),
-            softcap=softcap,
+            softcap=None if text.get("final_logit_softcapping") is None else keys.number("final_logit_softcapping"),
             per_layer=per_layer,
             per_layer_vocab=keys.size("vocab_size_per_layer_input", vocab) if per_layer else 0,
             experts=experts,
@@ -130,17 +128,30 @@ class _Keys:
     def error(self, key: str, message: str) -> CheckpointError:
         return CheckpointError(f"config.json: {self.prefix}{key} {message}")
 
+    def lacks(self, key: str) -> CheckpointError:
+        return CheckpointError(f"config.json lacks {self.prefix + key!r}, which a Gemma 4 model needs")
+
     def size(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         """A whole number. Raises CheckpointError where it is something else, or needed and absent."""
         value = self.table.get(key)
         if value is None and default is None:
-            raise CheckpointError(f"config.json lacks {self.prefix + key!r}, which a Gemma 4 model needs")
+            raise self.lacks(key)
         if value is None:
             # null says that there is none where there can be none.
             return 0 if key in self.table and not least else default
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.error(key, f"must be a whole number of {least} or more, found {value!r}")
         return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A number above 0. Raises CheckpointError where it is something else, or needed and absent."""
+        value = self.table.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise self.lacks(key)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise self.error(key, f"must be a number above 0, found {value!r}")
+        return float(value)
 
     def within(self, key: str, default: Mapping[str, Any] | None = None) -> _Keys:
         """The table under a key."""
@@ -190,6 +201,8 @@ def _kinds(keys: _Keys, count: int) -> Sequence[str]:
     if kinds is None:
         kinds = [SLIDING if (i + 1) % 6 else FULL for i in range(count)]
         return [*kinds[:-1], FULL]
+    if not isinstance(kinds, list):
+        raise keys.error("layer_types", f"must be a list, found {kinds!r}")
     if len(kinds) != count:
         raise keys.error("layer_types", f"names {len(kinds)} layers, num_hidden_layers is {count}")
     for kind in kinds:
@@ -231,22 +244,19 @@ def _own_keys(keys: _Keys, count: int) -> list[_Keys]:
 
 def _rope(keys: _Keys, dims: int) -> Rope:
     kind = keys.table.get("rope_type", "default")
-    theta = keys.table.get("rope_theta")
-    if theta is None:
-        raise CheckpointError(f"config.json lacks {keys.prefix + 'rope_theta'!r}, which a Gemma 4 model needs")
-    partial = keys.table.get("partial_rotary_factor", 1.0)
-    if kind == "proportional":
-        return Rope(dims, None, proportional_freqs(dims, theta, partial), 1.0 / keys.table.get("factor", 1.0), False)
-    if kind != "default":
+    theta, partial = keys.number("rope_theta"), keys.number("partial_rotary_factor", 1.0)
+    if kind not in ("default", "proportional"):
         raise keys.error("rope_type", f"{kind!r} is not supported (supported: default, proportional)")
-    if partial != 1.0:
-        raise keys.error("partial_rotary_factor", f"{partial!r} is not supported with rope type 'default'")
-    return Rope(dims, float(theta), None, 1.0, False)
+    if partial > 1 or (kind == "default" and partial != 1):
+        raise keys.error("partial_rotary_factor", f"{partial} is not supported with rope type {kind!r}")
+    if kind == "default":
+        return Rope(dims, theta, None, 1.0, False)
+    return Rope(dims, None, proportional_freqs(dims, theta, partial), 1.0 / keys.number("factor", 1.0), False)
 
 
 def proportional_freqs(dims: int, base: float, partial: float) -> mx.array:
     """Wavelength divisors `[dims / 2]`: `base^(2i / dims)` of the first `partial` of the pairs, infinite for the rest,
     which do not turn. Pairs are (i, i + dims / 2) of the whole head."""
     turning = int(partial * dims // 2)
-    freqs = float(base) ** (mx.arange(0, 2 * turning, 2).astype(mx.float32) / dims)
+    freqs = base ** (mx.arange(0, 2 * turning, 2).astype(mx.float32) / dims)
     return mx.concatenate([freqs, mx.full(dims // 2 - turning, mx.inf)])
