@@ -248,10 +248,10 @@ def go_together(a: Choice, b: Choice) -> bool:
 
 
 def full_product(plugins: Plugins) -> list[Combination]:
-    """All registered losses, heads, backwards and layouts with their defaults, on the first model with the default
+    """All registered losses, heads, backwards and layouts with their defaults, on a small Llama with the default
     adapter."""
     kinds = [[c for c in choices(plugins, kind) if c.plain] for kind in ("loss", "head", "backward", "layout")]
-    model = models(plugins)[0]
+    model = next(c for c in models(plugins) if c.label == "llama")
     default = {strategy.name for strategy in plugins.registry.defaults("adapter")}
     adapter = next(c for c in adapters(plugins) if c.label in default)
     return [

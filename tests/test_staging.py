@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 
 from mortice import staging
 from mortice.batch import Completion, Group, Row, Span
 from mortice.context import SpanContext
-from mortice.elementwise import swiglu
+from mortice.elementwise import geglu, swiglu
 from mortice.rows import RowBuilder, lay_shared, shared_row
 from mortice.staging import Tape
 
@@ -133,15 +134,18 @@ def test_eager_attention_equals_its_traced_twin(row, window, chunk, heads, kv_he
     assert all(close(f, e, tolerance) for f, e in zip([found, *pulled], [expected, *plain]))
 
 
-def test_eager_swiglu_equals_its_traced_twin():
+@pytest.mark.parametrize(("glu", "plain"), [(swiglu, nn.silu), (geglu, nn.gelu_approx)], ids=["swiglu", "geglu"])
+def test_gated_units_equal_mlx_and_their_eager_twins(glu, plain):
     gate, up, seed = (mx.random.normal((70, 11), key=key) * 9 for key in mx.random.split(mx.random.key(2), 3))
     gate[0, 0], gate[0, 1] = 200.0, -200.0
-    function = lambda gate, up: [swiglu(gate, up)]  # noqa: E731
+    function = lambda gate, up: [glu(gate, up)]  # noqa: E731
     with staging.eagerly(keep=True) as tape:
         (found,) = function(gate, up)
     pulled = staging.vjp(function, [gate, up], [seed], tape)
-    (expected,), plain = mx.vjp(function, [gate, up], [seed])
-    assert all(close(f, e) for f, e in zip([found, *pulled], [expected, *plain]))
+    (traced,), traced_pulled = mx.vjp(function, [gate, up], [seed])
+    (expected,), expected_pulled = mx.vjp(lambda gate, up: [plain(gate) * up], [gate, up], [seed])
+    for twin in ([found, *pulled], [traced, *traced_pulled]):
+        assert all(close(f, e) for f, e in zip(twin, [expected, *expected_pulled]))
     assert all(mx.isfinite(x).all().item() for x in [found, *pulled])
 
 

@@ -9,8 +9,9 @@ error of 8e-8 closer to the true value than MLX's own (1e-6). On a GPU nothing o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -50,10 +51,44 @@ def sigmoid(x: mx.array) -> mx.array:
     return 1.0 / (1.0 + exp(mx.minimum(-x, HIGHEST)))
 
 
-class _EagerSwiGLU:
-    """silu(gate) · up in numpy, a few rows at a time so that they stay in the processor's cache."""
+class _Gate(Protocol):
+    """What is put through the sigmoid in x · σ(z), z of x, and z's slope. Both of numpy and of MLX arrays."""
+
+    def argument(self, x: Any) -> Any: ...
+
+    def slope(self, x: Any) -> Any: ...
+
+
+class _SiLU:
+    """z = x."""
+
+    def argument(self, x: Any) -> Any:
+        return x
+
+    def slope(self, x: Any) -> Any:
+        return 1.0
+
+
+class _GELU:
+    """GELU's tanh form (Hendrycks and Gimpel 2016, arXiv:1606.08415): ½ x (1 + tanh u) is x σ(2u), so that
+    z = 2u = 2 √(2/π) (x + 0.044715 x³)."""
+
+    SCALE, CUBIC = 2 * math.sqrt(2 / math.pi), 0.044715
+
+    def argument(self, x: Any) -> Any:
+        return x * (self.SCALE + self.SCALE * self.CUBIC * (x * x))
+
+    def slope(self, x: Any) -> Any:
+        return self.SCALE + 3 * self.SCALE * self.CUBIC * (x * x)
+
+
+class _EagerGLU:
+    """x σ(z) of a gate, times up, in numpy, a few rows at a time so that they stay in the processor's cache."""
 
     ROWS = 32
+
+    def __init__(self, gate: _Gate) -> None:
+        self._gate = gate
 
     def forward(self, *inputs: mx.array) -> tuple[mx.array, None]:
         gate, up = (np.asarray(x) for x in inputs)
@@ -61,7 +96,7 @@ class _EagerSwiGLU:
         mx.eval(out)
         y = np.array(out, copy=False)
         for at in self._parts(gate):
-            y[at] = gate[at] * _sigmoid(gate[at])
+            y[at] = gate[at] * _sigmoid(self._gate.argument(gate[at]))
             y[at] *= up[at]
         return out, None
 
@@ -73,12 +108,13 @@ class _EagerSwiGLU:
         mx.eval(pulled)
         dgate, dup = (np.array(x, copy=False) for x in pulled)
         for at in self._parts(gate):
-            s = _sigmoid(gate[at])
-            silu = gate[at] * s
-            np.multiply(dy[at], silu, out=dup[at])
+            s = _sigmoid(self._gate.argument(gate[at]))
+            active = gate[at] * s
+            np.multiply(dy[at], active, out=dup[at])
             slope = 1.0 - s
-            slope *= silu
-            slope += s  # σ + silu (1 − σ)
+            slope *= active
+            slope *= self._gate.slope(gate[at])
+            slope += s  # σ + x σ (1 − σ) z′
             slope *= dy[at]
             np.multiply(slope, up[at], out=dgate[at])
         return pulled
@@ -94,25 +130,40 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
     return np.divide(1.0, e, out=e)
 
 
-@mx.custom_function
-def _swiglu(gate: mx.array, up: mx.array) -> mx.array:
-    return gate * sigmoid(gate) * up
+def _traced_glu(form: _Gate) -> Any:
+    """The same in MLX, for use inside a trace."""
+
+    @mx.custom_function
+    def glu(gate: mx.array, up: mx.array) -> mx.array:
+        return gate * sigmoid(form.argument(gate)) * up
+
+    @glu.vjp
+    def glu_vjp(primals: Any, cotangent: mx.array, _: Any) -> tuple[mx.array, mx.array]:
+        gate, up = primals
+        s = sigmoid(form.argument(gate))
+        active = gate * s
+        return cotangent * up * (s + (active - active * s) * form.slope(gate)), cotangent * active
+
+    return glu
 
 
-@_swiglu.vjp
-def _swiglu_vjp(primals: Any, cotangent: mx.array, _: Any) -> tuple[mx.array, mx.array]:
-    gate, up = primals
-    s = sigmoid(gate)
-    silu = gate * s
-    return cotangent * up * (s + silu - silu * s), cotangent * silu
+_silu, _gelu = _SiLU(), _GELU()
+_swiglu, _geglu = _traced_glu(_silu), _traced_glu(_gelu)
 
 
 def swiglu(gate: mx.array, up: mx.array) -> mx.array:
     """silu(gate) · up (Shazeer 2020, arXiv:2002.05202). On the CPU it may run at once, like `Context.attend`."""
     if on_cpu() and gate.dtype == mx.float32:
         tape = staging.current()
-        if tape is not None:
-            return tape.perform(_EagerSwiGLU(), gate, up)
-        out: Any = _swiglu(gate, up)
+        out: Any = _swiglu(gate, up) if tape is None else tape.perform(_EagerGLU(_silu), gate, up)
         return out
     return nn.silu(gate) * up
+
+
+def geglu(gate: mx.array, up: mx.array) -> mx.array:
+    """gelu(gate) · up with GELU's tanh form (Shazeer 2020, arXiv:2002.05202)."""
+    if on_cpu() and gate.dtype == mx.float32:
+        tape = staging.current()
+        out: Any = _geglu(gate, up) if tape is None else tape.perform(_EagerGLU(_gelu), gate, up)
+        return out
+    return nn.gelu_approx(gate) * up

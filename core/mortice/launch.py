@@ -109,6 +109,7 @@ def prepare(config: RunConfig, notices: Notices | None = None) -> Prepared:
         pretrained = random_model(weights, seed, plugins=config.plugins, dtype=config.model.dtype)
     else:
         pretrained = load(weights, plugins=config.plugins, dtype=config.model.dtype)
+    notices(pretrained.left_out)
     model = pretrained.model
 
     adapter = config.adapter

@@ -69,6 +69,8 @@ class Model:
     """Of the activations: float32 on the CPU, the checkpoint's own on a GPU."""
     trainable: frozenset[tuple[int, Any]] = frozenset()
     """(id of module, attribute) of every parameter that trains."""
+    buffers: frozenset[str] = frozenset()
+    """Full names of stored numbers that are part of the function and never train."""
     unread: bool = False
     """Whether the weights are to be cast as they are read: see `read`."""
 
@@ -88,6 +90,14 @@ class Model:
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Names and shapes of a checkpoint to those of the parts: drop dead weights, split fused ones."""
         return weights
+
+    def own_name(self, name: str) -> str:
+        """The parts' own name of a parameter or module that transformers or mlx-lm call `name`."""
+        return name
+
+    def mlx_lm_name(self, name: str) -> str:
+        """What mlx-lm calls a parameter: the name under which adapters are saved."""
+        return name
 
     @property
     def num_layers(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -52,6 +53,14 @@ class Pretrained:
     """Of the base weights."""
     size: int = 0
     """Base weights, quantized ones counted unpacked."""
+
+    @property
+    def left_out(self) -> str:
+        """One line on the ignored weights, counted by the module that they belong to; empty where there are none."""
+        modules = Counter(name.removeprefix("model.").partition(".")[0] for name in self.ignored)
+        if not modules:
+            return ""
+        return f"weights that the model does not use are left out: {some(f'{m} ({n})' for m, n in modules.items())}"
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -231,7 +240,7 @@ def _quantize(model: Model, config: Mapping[str, Any], stored: Mapping[str, mx.a
     names = model.sanitize({name: value for name, value in stored.items() if name.endswith((".scales", ".weight"))})
     for name, module, put in list(model.named_modules()):
         scales = names.get(f"{name}.scales")
-        own = table.get(name)
+        own = table.get(name, table.get(model.mlx_lm_name(name)))
         if scales is None or own is False or not isinstance(module, (Linear, Embedding)):
             continue
         packed, inputs = names[f"{name}.weight"], module.weight.shape[1]

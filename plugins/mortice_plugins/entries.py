@@ -138,6 +138,12 @@ packed = _plugin(
 llama = _plugin(
     "model", "mortice_plugins.models.llama:LlamaAdapter", "Llama 2 and 3, SmolLM2, MiniCPM5, Mistral, Qwen3.", "llama"
 )
+gemma4 = _plugin(
+    "model",
+    "mortice_plugins.models.gemma4:Gemma4Adapter",
+    "Gemma 4 text decoders: E2B, E4B, 12B, 31B, 26B-A4B.",
+    "gemma4",
+)
 preference = _plugin(
     "data",
     "mortice_plugins.formats.preference:Preference",

@@ -30,7 +30,11 @@ class FullWeights:
                 f'adapter "full" cannot train quantized weights, which have no gradient ({some(packed, 3)}); '
                 "use a LoRA adapter, or a checkpoint in float weights (mortice convert --dequantize)"
             )
-        params = {name: value.astype(mx.float32) for name, value in named.items() if value.dtype in FLOATS}
+        params = {
+            name: value.astype(mx.float32)
+            for name, value in named.items()
+            if value.dtype in FLOATS and name not in model.buffers
+        }
         model.bind(params)
         return params
 
@@ -40,11 +44,12 @@ class FullWeights:
     def save(self, model: Model, params: Params, path: Path, /) -> None:
         config = {"fine_tune_type": "full", "num_layers": model.num_layers}
         with atomic.writing_folder(path) as folder:
-            mx.save_safetensors(str(folder / "adapters.safetensors"), dict(params), metadata={"format": "mlx"})
+            named = {model.mlx_lm_name(name): value for name, value in params.items()}
+            mx.save_safetensors(str(folder / "adapters.safetensors"), named, metadata={"format": "mlx"})
             (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
     def load(self, model: Model, path: Path, params: Params, /) -> Params:
-        tensors = open_weights(path, "adapters.safetensors")
+        tensors = {model.own_name(name): t for name, t in open_weights(path, "adapters.safetensors").items()}
         wrong = sorted(set(params) ^ set(tensors)) + [
             name for name in params if name in tensors and tensors[name].shape != params[name].shape
         ]

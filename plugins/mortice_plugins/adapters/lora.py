@@ -16,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from attrs import asdict, field, frozen
+from attrs import asdict, evolve, field, frozen
 
 from mortice import atomic
 from mortice.errors import CheckpointError, ConfigError, suggest
@@ -196,11 +196,12 @@ class LoRA:
             "mortice": {"adapter": {"name": "lora"} | asdict(self, filter=lambda _, value: value is not None)},
         }
         with atomic.writing_folder(path) as folder:
-            mx.save_safetensors(str(folder / "adapters.safetensors"), tensors, metadata={"format": "mlx"})
+            named = {model.mlx_lm_name(name): tensor for name, tensor in tensors.items()}
+            mx.save_safetensors(str(folder / "adapters.safetensors"), named, metadata={"format": "mlx"})
             (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
     def load(self, model: Model, path: Path, params: Params, /) -> Params:
-        saved = read_saved(path)
+        saved = read_saved(path, model)
         values = saved.checked(params)
         here = scales_of(model)
         wrong = [f"{n} {s:g} (here {here[n]:g})" for n, s in saved.scales.items() if not math.isclose(s, here[n])]
@@ -222,7 +223,7 @@ class LoRA:
 
         Raises CheckpointError for an unknown feature or tensors that do not fit.
         """
-        saved = read_saved(path)
+        saved = read_saved(path, model)
         plan = saved.plan(model)
         params = saved.checked(wrap(model, plan))
         model.bind(params)
@@ -338,11 +339,16 @@ class Saved:
         return {name: self.tensors[name].astype(mx.float32) for name in params}
 
 
-def read_saved(path: Path) -> Saved:
+def read_saved(path: Path, model: Model) -> Saved:
     """Raises CheckpointError for a damaged folder or a feature that has no counterpart here."""
     config = read_json(path / "adapter_config.json")
     tensors = open_weights(path, "adapters.safetensors", "adapter_model.safetensors")
-    return _read_peft(path, config, tensors) if "peft_type" in config else _read_mlx(path, config, tensors)
+    saved = _read_peft(path, config, tensors) if "peft_type" in config else _read_mlx(path, config, tensors)
+    return evolve(
+        saved,
+        tensors={model.own_name(name): tensor for name, tensor in saved.tensors.items()},
+        scales={model.own_name(name): scale for name, scale in saved.scales.items()},
+    )
 
 
 def _read_mlx(path: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> Saved:
