@@ -63,7 +63,7 @@ class Segmented:
         validator=in_(("auto", *KEEP)),
     )
 
-    leaner: ClassVar = {"keep": KEEP, "segment_size": (8, 4, 2, 1)}
+    leaner: ClassVar = {"keep": ("everything", "auto", "cuts"), "segment_size": (8, 4, 2, 1)}
 
     def __attrs_post_init__(self) -> None:
         if not self.eager and self.keep in ("attention", "everything"):

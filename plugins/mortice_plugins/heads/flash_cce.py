@@ -62,6 +62,7 @@ class FlashCCE:
     """
 
     provides: ClassVar = frozenset({"entropy"})
+    leaner: ClassVar = {"tile_memory": (None, "4MB", "1MB")}
 
     tile_memory: str | None = option(
         None, help=f'most memory of one tile, such as "32MB"; {TILE_MEMORY} if not set', validator=optional(size)

@@ -8,6 +8,7 @@ row is a forest of spans, one tree for each prompt, so that no group sees anothe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 from attrs import define, field, frozen
 
@@ -26,6 +27,8 @@ class Packed:
 
     row_tokens: int = option(4096, help="most tokens in one row that holds several groups", validator=ge(1))
     share_prefix: bool = option(True, help="a prompt runs once for all completions of its group; false: once for each")
+
+    leaner: ClassVar = {"row_tokens": (16384, 8192, 4096, 2048, 1024, 512)}
 
     def __call__(self, groups: Sequence[Group], limits: Limits, /, *, prompt_targets: bool = False) -> list[MicroBatch]:
         bins = first_fit_decreasing([self._length(group) for group in groups], self.row_tokens)
