@@ -84,6 +84,14 @@ class _Candidate:
     def seconds(self) -> float:
         return float("inf") if self.estimate is None else self.estimate.seconds
 
+    @property
+    def fixed(self) -> int:
+        """The part of the peak that no open option changes."""
+        if self.estimate is None:
+            return 0
+        standing = sum(self.estimate.parts[name] for name in ("weights", "adapter", "reference", "optimizer"))
+        return max(standing, self.estimate.update)
+
 
 @define(eq=False)
 class Search:
@@ -118,12 +126,12 @@ class Search:
         work = workload(engine, groups, config.train.batch_size)
         if self._beyond(engine, config, work):
             return None
-        return estimate(engine, self.params, config.optimizer.build(), work)
+        return estimate(engine, self.params, config.optimizer.build(), work, brief=True)
 
     def _beyond(self, engine: Engine, config: RunConfig, work: Workload) -> bool:
         """Whether a quarter of each row already shows that the machine cannot hold whole ones."""
         quarter = workload(engine, [shortened(group, 0.25) for group in work.largest], len(work.largest))
-        small = estimate(engine, self.params, config.optimizer.build(), quarter)
+        small = estimate(engine, self.params, config.optimizer.build(), quarter, brief=True)
         return small.peak + 3 * (small.parts["kept"] + small.parts["working"]) > machine_memory()
 
     def fit(self, limit: int) -> Fitted:
@@ -132,7 +140,7 @@ class Search:
         here = self.look({})
         reasons: list[str] = []
         while here.peak > room:
-            best = self._leaner(here, room)
+            best = self._leaner(here, room) if here.fixed <= room else None
             if best is None:
                 raise ConfigError(self._refusal(here, limit))
             reasons.append(_reason(here, best))
@@ -163,14 +171,23 @@ class Search:
         for key, values in _trades(here.config):
             if not self._is_open(key):
                 continue
-            leanest = list(self._tried({**here.changes, key: values[-1]}))
-            yield from leanest
-            if leanest and leanest[0].peak <= room:
-                for value in reversed(values[:-1]):
-                    wider = list(self._tried({**here.changes, key: value}))
-                    if not wider or wider[0].peak > room:
-                        break
-                    yield from wider
+            for leanest in self._tried({**here.changes, key: values[-1]}):
+                yield leanest
+                if leanest.peak <= room:
+                    yield from self._widest(here.changes, key, values[:-1], room)
+
+    def _widest(self, changes: Changes, key: str, values: Sequence[Any], room: float) -> Iterator[_Candidate]:
+        """The first of values, of which each takes less than the one before, that fits, if any: found by halving."""
+        low, high, found = 0, len(values), None
+        while low < high:
+            middle = (low + high) // 2
+            tried = next(self._tried({**changes, key: values[middle]}), None)
+            if tried is not None and tried.peak <= room:
+                high, found = middle, tried
+            else:
+                low = middle + 1
+        if found is not None:
+            yield found
 
     def _faster(self, here: _Candidate, room: float) -> Iterator[_Candidate]:
         """Each with one more open option at a value that takes more memory, fits, and makes the step faster."""

@@ -21,7 +21,7 @@ import mlx.core as mx
 from attrs import evolve, frozen
 from mlx.utils import tree_flatten
 
-from mortice.batch import Completion, Group, MicroBatch
+from mortice.batch import Completion, Gradients, Group, MicroBatch
 from mortice.context import Randomness, SpanContext
 from mortice.linear import on_cpu
 from mortice.protocols import LiveOptimizer, Params
@@ -44,7 +44,7 @@ STEADY, MORE = 6, 3
 many more of them are run to see how much that is."""
 STEPS = 8
 """Steps that are laid out to find the largest micro-batch, from the longest groups to the shortest."""
-WARM = 2.0
+WARM = 0.5
 """Seconds of a run from which on it needs no second one to be timed."""
 
 
@@ -126,9 +126,13 @@ def estimate(
     optimizer: LiveOptimizer,
     work: Workload,
     *,
+    brief: bool = False,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Estimate:
-    """Predict a run's peak and its time. Runs a few layers of the model; changes nothing."""
+    """Predict a run's peak and its time. Runs a few layers of the model; changes nothing.
+
+    `brief`: leave `head` and `attention` 0.
+    """
     model = engine.model
     layers = model.num_layers
     repeats = _repeats(engine, work)
@@ -137,16 +141,26 @@ def estimate(
     probes = []
     for count in counts:
         tell(f"running {count} of {layers} layers")
-        probes.append(_probe(engine, params, work.largest, count))
+        probes.append(_probe(engine, params, optimizer, work.largest, count))
 
     first, last = probes[0], probes[-1]
     gradients = sum(p.nbytes for p in params.values())
-    growth = (last.peak - first.peak) / more if len(probes) == 2 else 0.0
-    pace = (last.seconds - first.seconds) / more if len(probes) == 2 else 0.0
     beyond = layers - counts[0]
+
+    def grown(of: Callable[[_Probe], float]) -> tuple[float, float]:
+        """(what another layer adds, what all layers come to)."""
+        slope = (of(last) - of(first)) / more if len(probes) == 2 else 0.0
+        return slope, of(first) + slope * beyond
+
+    growth, top = grown(lambda probe: probe.peak)
     # The peak is at the top of the backward, or at its end, when all gradients are there.
-    extra = max(first.peak + growth * beyond, first.peak - first.gradients - growth * counts[0] + gradients)
+    extra = max(top, first.peak - first.gradients - growth * counts[0] + gradients)
     kept = max(0, round(growth * layers)) if len(probes) == 2 else 0
+    update = max(0.0, grown(lambda probe: probe.update)[1])
+    # Bounded, since another process on the machine makes the slope of two timings anything.
+    pace, _ = grown(lambda probe: probe.seconds)
+    pace = min(max(0.0, pace), *(probe.seconds / count for probe, count in zip(probes, counts)))
+    seconds = last.seconds + pace * (layers - counts[-1])
 
     named = model.named_parameters()
     weights = sum(p.nbytes for name, p in named.items() if name not in params)
@@ -166,10 +180,10 @@ def estimate(
             "kept": min(kept, round(extra)),
             "working": max(0, round(extra) - min(kept, round(extra))),
         },
-        update=weights + reference + 2 * (own + state) + 2 * gradients,
-        seconds=(first.seconds + pace * beyond) * work.tokens / micro.tokens,
-        head=_head_memory(engine, micro.rows),
-        attention=_attention_memory(engine, work),
+        update=weights + own + reference + state + 2 * gradients + round(update),
+        seconds=seconds * work.tokens / micro.tokens,
+        head=0 if brief else _head_memory(engine, micro.rows),
+        attention=0 if brief else _attention_memory(engine, work),
         tokens=micro.tokens,
         longest=max(row.length for row in micro.rows),
         scored=sum(row.scored for row in micro.rows),
@@ -185,9 +199,13 @@ class _Probe:
     """Above what was held before."""
     gradients: int
     seconds: float
+    update: int
+    """Peak of the optimizer above parameters, state and gradients, these both before and after clipping."""
 
 
-def _probe(engine: Engine, params: Params, groups: Sequence[Group], layers: int) -> _Probe:
+def _probe(
+    engine: Engine, params: Params, optimizer: LiveOptimizer, groups: Sequence[Group], layers: int
+) -> _Probe:  # fmt: skip
     """One forward and backward of the first layers; a short one twice, since the first run warms up."""
     model = engine.model if layers == engine.model.num_layers else engine.model.first_layers(layers)
     own = {name: params[name] for name in model.names_of(model.parts, params)}
@@ -196,7 +214,9 @@ def _probe(engine: Engine, params: Params, groups: Sequence[Group], layers: int)
     mx.eval(list(model.named_parameters().values()), own)
     peaks: list[int] = []
     seconds: list[float] = []
+    gradients: Gradients = {}
     while len(seconds) < 2 and sum(seconds) < WARM:
+        gradients.clear()
         mx.clear_cache()
         before = mx.get_active_memory()
         mx.reset_peak_memory()
@@ -204,10 +224,22 @@ def _probe(engine: Engine, params: Params, groups: Sequence[Group], layers: int)
         _, gradients = small.gradients(own, groups, Randomness(0, 0))
         seconds.append(time.perf_counter() - start)
         peaks.append(mx.get_peak_memory() - before)
-        size = sum(g.nbytes for g in gradients.values())
-        del gradients
     engine.model.bind(own)
-    return _Probe(max(peaks), size, min(seconds))
+    size = sum(g.nbytes for g in gradients.values())
+    return _Probe(max(peaks), size, min(seconds), _update(optimizer, own, gradients))
+
+
+def _update(optimizer: LiveOptimizer, params: Params, gradients: Gradients) -> int:
+    """Peak of one update, above what is held before it. Its result is dropped."""
+    optimizer.init(dict(params))
+    clipped = {name: 0.5 * g for name, g in gradients.items()}
+    mx.eval(clipped, optimizer.state)
+
+    def step() -> None:
+        new = optimizer.apply_gradients(clipped, dict(params))
+        mx.eval(new, optimizer.state)
+
+    return _peak_of(step)
 
 
 class _Recording(SpanContext):
