@@ -9,18 +9,16 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from attrs import evolve, frozen
-from tiny_llama import tiny
+from attrs import frozen
+from tiny_llama import logits, tiny
 
-from mortice import planning
-from mortice.batch import Batch, Completion, Group, Limits, LossOutput, TokenLogprobs
-from mortice.context import Randomness
+from mortice.batch import Completion, Group, Limits, LossOutput
 from mortice.linear import Embedding, Linear, Quantization, on_cpu, quantized
-from mortice.model import Block, Model
+from mortice.model import Model
 from mortice.objective import WeightedLoss
-from mortice.planning import MEANING, PARTS, Estimate, estimate, machine_memory, workload
+from mortice.planning import MEANING, PARTS, Estimate, estimate, workload
 from mortice.protocols import Params
-from mortice.step import Engine
+from mortice.step import Engine, clip
 from mortice_plugins.adapters.full import FullWeights
 from mortice_plugins.adapters.lora import LoRA
 from mortice_plugins.backwards.checkpoint import Checkpoint
@@ -63,7 +61,7 @@ BACKWARDS = {
     "uneven": Segmented(cuts=(3, 10, 17)),
 }
 BACKWARDS = {name: b for name, b in BACKWARDS.items() if on_cpu() or getattr(b, "keep", "auto") in ("auto", "cuts")}
-LAYOUTS = {"separate": Separate(), "shared": PrefixShared(), "packed": Packed(row_tokens=900)}
+LAYOUTS = {"separate": Separate(), "shared": PrefixShared(), "packed": Packed(row_tokens=450)}
 
 
 def model(name: str, **changes: Any) -> Model:
@@ -86,10 +84,10 @@ def pairs(tokens: int, count: int = 2, answer: int = 50) -> list[Group]:
     def completion() -> Completion:
         return Completion(rng.integers(0, VOCAB, answer).tolist())
 
-    return [
-        Group(f"{tokens}.{i}", rng.integers(0, VOCAB, tokens - 2 * answer).tolist(), [completion(), completion()], ((0, 1),))
-        for i in range(count)
-    ]  # fmt: skip
+    def prompt() -> list[int]:
+        return rng.integers(0, VOCAB, tokens - 2 * answer).tolist()
+
+    return [Group(f"{tokens}.{i}", prompt(), [completion(), completion()], ((0, 1),)) for i in range(count)]
 
 
 def setup(built: Model, *, adapter: Any = None, **strategies: Any) -> tuple[Engine, Params]:
@@ -139,30 +137,27 @@ def check(engine: Engine, params: Params, groups: Sequence[Group], rel: float = 
 @pytest.mark.parametrize("backward", ["full", "segmented"])
 def test_peak_of_every_kind_of_model(name, backward):
     engine, params = setup(model(name), backward=BACKWARDS[backward])
-    found = check(engine, params, pairs(512))
-    repeats = name not in ("split",)
-    assert found.layers == ((6, 9) if name != "alternating" else (6, 10)) if repeats else found.layers == (12,)
+    found = check(engine, params, pairs(512, count=1))
+    assert found.layers == {"alternating": (6, 10), "split": (12,)}.get(name, (6, 9))
 
 
 @pytest.mark.parametrize("backward", BACKWARDS)
-@pytest.mark.parametrize("name", ["llama", "window"])
-def test_peak_of_every_backward(name, backward):
-    engine, params = setup(model(name), backward=BACKWARDS[backward])
-    check(engine, params, pairs(512, count=1))
+def test_peak_of_every_backward(backward):
+    engine, params = setup(model("llama"), backward=BACKWARDS[backward])
+    check(engine, params, pairs(256, count=1))
 
 
-@pytest.mark.parametrize("backward", ["full", "checkpoint", "segmented"])
+@pytest.mark.parametrize("backward", ["full", "segmented"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_peak_of_every_layout(layout, backward):
     engine, params = setup(model("llama"), backward=BACKWARDS[backward], layout=LAYOUTS[layout])
-    found = check(engine, params, [*pairs(400), *pairs(280)])
+    found = check(engine, params, [*pairs(200), *pairs(140, answer=40)])
     assert found.micro_batches == (2 if layout == "packed" else 4)
 
 
 @pytest.mark.parametrize("backward", ["full", "checkpoint", "segmented"])
-@pytest.mark.parametrize("name", ["llama", "llama-tied"])
-def test_peak_where_all_weights_train(name, backward):
-    engine, params = setup(model(name), adapter=FullWeights(), backward=BACKWARDS[backward])
+def test_peak_where_all_weights_train(backward):
+    engine, params = setup(model("llama-tied"), adapter=FullWeights(), backward=BACKWARDS[backward])
     check(engine, params, pairs(256))
 
 
@@ -186,7 +181,7 @@ def test_peak_of_micro_batches_of_several_groups():
 
 def test_peak_with_chunks():
     engine, params = setup(model("llama"), mlp_chunk=64, attention_chunk=32, backward=Full())
-    check(engine, params, pairs(512, count=1))
+    check(engine, params, pairs(256, count=1))
 
 
 @pytest.mark.slow
@@ -196,3 +191,149 @@ def test_peak_with_chunks():
 def test_peak_up_to_8192_tokens(name, backward, tokens):
     engine, params = setup(model(name), backward=BACKWARDS[backward])
     check(engine, params, pairs(tokens, count=1))
+
+
+@frozen
+class Closer:
+    """How much nearer than the reference: needs ref_logprobs."""
+
+    requires = frozenset({"ref_logprobs"})
+
+    def counts(self, batch):
+        return {"closer": batch.owner.size}
+
+    def __call__(self, scores, batch):
+        return LossOutput({"closer": ((batch.ref_logprobs - scores.logprobs).sum(), batch.owner.size)})
+
+
+def test_a_loss_with_a_reference_holds_the_adapter_twice():
+    engine, params = setup(model("llama"), losses=(WeightedLoss("closer", Closer()),))
+    found = check_parts(predicted(engine, params, pairs(256, count=1)))
+    assert found.parts["reference"] == found.parts["adapter"] == sum(p.nbytes for p in params.values())
+    without, params = setup(model("llama"))
+    assert predicted(without, params, pairs(256, count=1)).parts["reference"] == 0
+
+
+@pytest.mark.parametrize("adapter", [LoRA(rank=16), FullWeights()], ids=["lora", "full"])
+def test_peak_while_the_optimizer_steps(adapter):
+    engine, params = setup(model("llama"), adapter=adapter)
+    found = predicted(engine, params, pairs(128, count=1))
+    optimizer = AdamW().build()
+    optimizer.init(dict(params))
+    mx.eval(optimizer.state)
+    fixed = held(engine, params) + found.parts["optimizer"]
+    _, gradients = engine.gradients(params, pairs(128, count=1))
+    mx.eval(gradients)
+    mx.clear_cache()
+    before = mx.get_active_memory() - sum(g.nbytes for g in gradients.values())
+    mx.reset_peak_memory()
+    clipped, _ = clip(gradients, 1e-9)
+    updated = optimizer.apply_gradients(clipped, params)
+    mx.eval(updated, optimizer.state)
+    assert found.update == pytest.approx(fixed + mx.get_peak_memory() - before, rel=0.1)
+
+
+# What a prediction says
+
+
+def check_parts(found: Estimate) -> Estimate:
+    assert tuple(found.parts) == PARTS == tuple(MEANING)
+    assert all(size >= 0 for size in found.parts.values())
+    assert found.peak == max(sum(found.parts.values()), found.update)
+    return found
+
+
+def test_parts_are_what_they_are_called():
+    engine, params = setup(model("llama"), backward=Full())
+    found = check_parts(predicted(engine, params, pairs(256)))
+    own = sum(p.nbytes for p in params.values())
+    assert found.parts["adapter"] == own
+    assert found.parts["weights"] == held(engine, params) - own
+    assert 2 * own <= found.parts["optimizer"] <= 2 * own + 64
+    assert found.parts["gradients"] == own  # of the first of two micro-batches
+    assert (found.tokens, found.longest, found.scored, found.micro_batches) == (
+        254,
+        254,
+        255,
+        2,
+    )  # ORPO's NLL is over the prompt too
+    assert predicted(engine, params, pairs(256, count=1)).parts["gradients"] == 0
+
+
+def test_a_backward_that_keeps_more_keeps_more():
+    kept = [
+        predicted(*setup(model("llama"), backward=backward), pairs(256, count=1)).parts["kept"]
+        for backward in (Segmented(eager=False), Full())
+    ]
+    # A trace of all layers keeps them; segments keep h [T, D] at each cut: 12 of 254 tokens, 128 wide, in float32.
+    assert kept[0] == pytest.approx(12 * 254 * 128 * 4, rel=0.3)
+    assert kept[1] > 5 * kept[0]
+
+
+def test_seconds_of_a_step_are_near_those_measured():
+    engine, params = setup(model("llama"))
+    groups = pairs(256)
+    found = predicted(engine, params, groups)
+    seconds = min(measured(engine, params, groups)[1] for _ in range(3))
+    assert seconds / 4 < found.seconds < 4 * seconds  # loose: other processes run beside the tests
+
+
+def test_a_prediction_changes_nothing():
+    engine, params = setup(model("alternating"), adapter=LoRA(rank=4))
+    groups = pairs(128)
+    state = mx.random.state[0].tolist()
+    before = engine.model.named_parameters()
+    _, gradients = engine.gradients(params, groups)
+    predicted(engine, params, groups)
+    after = engine.model.named_parameters()
+    assert list(after) == list(before)
+    assert all(mx.array_equal(after[name], before[name]) for name in before)
+    assert all(mx.array_equal(after[name], value) for name, value in params.items())
+    assert mx.random.state[0].tolist() == state
+    _, again = engine.gradients(params, groups)
+    assert all(mx.array_equal(again[name], value) for name, value in gradients.items())
+
+
+def test_the_largest_micro_batch_of_a_packing_layout_need_not_hold_the_longest_groups():
+    engine, _ = setup(model("llama"), layout=Packed(row_tokens=1000))
+    groups = [*pairs(602, count=4), *pairs(252, count=8)]
+    found = workload(engine, groups, 4)
+    assert sum(group.tokens for group in found.largest) > 602  # four short ones fill a row
+    assert [len(group.prompt_ids) for group in found.largest] == [152] * 4
+    assert (found.micro_batches, found.tokens) == (4, 4 * 600)
+    separate, _ = setup(model("llama"), layout=PrefixShared())
+    assert [len(group.prompt_ids) for group in workload(separate, groups, 4).largest] == [502]
+
+
+# A model cut short
+
+
+def test_first_layers_share_weights_and_leave_the_model_as_it_is():
+    whole = tiny(num_hidden_layers=3).model
+    small = whole.first_layers(2)
+    assert (small.num_layers, whole.num_layers) == (2, 3)
+    names = set(whole.named_parameters())
+    assert {n for n in names if not n.startswith("model.layers.2.")} == set(small.named_parameters()) < names
+    before = logits(small)
+    name = "model.layers.2.mlp.up_proj.weight"
+    whole.bind({name: 0 * whole.named_parameters()[name]})
+    assert mx.array_equal(logits(small), before)  # knows nothing of layer 2
+    name = "model.layers.1.mlp.up_proj.weight"
+    whole.bind({name: 0 * whole.named_parameters()[name]})
+    assert not mx.array_equal(logits(small), before)
+
+
+def test_a_model_of_few_layers_is_run_whole():
+    engine, params = setup(model("llama", num_hidden_layers=3))
+    found = check(engine, params, pairs(128, count=1))
+    assert (found.layers, found.all_layers) == ((3,), 3)
+
+
+def test_unequal_cuts_are_run_whole():
+    engine, params = setup(model("llama"), backward=BACKWARDS["uneven"])
+    assert predicted(engine, params, pairs(128, count=1)).layers == (12,)
+
+
+def test_layers_are_taken_in_whole_segments():
+    engine, params = setup(model("llama", num_hidden_layers=18), backward=Segmented(segment_size=8))
+    assert predicted(engine, params, pairs(128, count=1)).layers == (8, 12)
