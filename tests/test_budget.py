@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 from attrs import frozen
-from tiny_run import RUN_FILE, adapter, apart, configure, metrics, pairs, plugin, run, tiny_run, write_lines
+from tiny_run import RUN_FILE, adapter, apart, configure, metrics, pairs, plugin, run, same, tiny_run, write_lines
 
 from mortice import budget
 from mortice.budget import ADVICE, PROBES, Search, around
@@ -22,6 +22,7 @@ from mortice.config import RunConfig, load_config
 from mortice.errors import ConfigError
 from mortice.launch import Notices, prepare
 from mortice.planning import PARTS, Estimate
+from mortice.trainer import Outcome
 
 MB = 10**6
 LONG = RUN_FILE.replace("max_length = 64", "max_length = 512")
@@ -197,7 +198,7 @@ def test_options_that_hold_the_peak_up_together(search):
 
 
 def test_weights_beyond_the_limit_are_refused_at_once(search):
-    made, told = search(tables=LEANABLE)
+    made, told = search(lambda config: (180, 1.0), LEANABLE)
     with pytest.raises(ConfigError, match="the run does not fit 100 MB"):
         made.fit(100 * MB)
     assert len(told) <= 1 + ADVICE
@@ -222,27 +223,38 @@ def test_the_search_ends(search):
 # Real runs
 
 
-def effective(outcome) -> str:
-    return (outcome.path / "run.toml").read_text()
+def peak_of(outcome: Outcome) -> float:
+    """The highest of the run's own metrics, in GB."""
+    return max(line["memory_peak_gb"] for line in metrics(outcome))
+
+
+NAMED = """
+[backward]
+name = "full"
+[layout]
+name = "separate"
+[head]
+name = "dense"
+[context]
+mlp_chunk = 128
+attention_chunk = 64
+"""
 
 
 def test_a_limit_that_is_kept_and_changes_no_result(tmp_path):
     file = long_run(tmp_path)
     free = run(file)
-    peak = max(line["memory_peak_gb"] for line in metrics(free))
-    limit = 0.7 * peak
-    outcome = run(file, f'train.memory_limit="{limit * 1000:.3f}MB"')
-    assert max(line["memory_peak_gb"] for line in metrics(outcome)) <= limit
-    assert apart(adapter(outcome.best), adapter(free.best)) < 1e-5
-    text = effective(outcome)
-    assert "# train.memory_limit" in text
-    again = load_config(outcome.path / "run.toml", run_path=tmp_path / "again")
-    ready = prepare(again, Notices())
-    assert ready.fitted is not None and ready.fitted.changes == {}
-    assert (
-        max(line["memory_peak_gb"] for line in metrics(run(outcome.path / "run.toml", f'run.path="{tmp_path}/third"')))
-        <= limit
-    )
+    limit = 0.7 * peak_of(free)
+    fitted = run(file, f'train.memory_limit="{1000 * limit:.3f}MB"')
+    assert peak_of(fitted) <= limit
+    assert apart(adapter(fitted.path / "adapter"), adapter(free.path / "adapter")) < 1e-5
+    assert "# train.memory_limit" in (fitted.path / "run.toml").read_text()
+    ready = prepare(load_config(fitted.path / "run.toml", run_path=tmp_path / "again"), Notices())
+    assert ready.fitted is not None
+    assert ready.fitted.changes == {}
+    again = run(fitted.path / "run.toml", f'run.path="{tmp_path}/again"')
+    assert peak_of(again) <= limit
+    assert same(adapter(again.path / "adapter"), adapter(fitted.path / "adapter"))
 
 
 def test_a_roomy_limit_keeps_named_options(tmp_path):
@@ -260,13 +272,12 @@ def proposals(text: str) -> list[str]:
 
 
 def test_every_change_that_a_refusal_proposes_is_enough(tmp_path):
-    named = '[backward]\nname = "full"\n[layout]\nname = "separate"\n[head]\nname = "dense"\n[context]\nmlp_chunk = 128\nattention_chunk = 64\n'
-    file = long_run(tmp_path, LONG + named)
-    lean = 'train.memory_limit="3MB"'
+    file = long_run(tmp_path, LONG + NAMED)
+    lean = 'train.memory_limit="8MB"'
     with pytest.raises(ConfigError) as refused:
         prepare(configure(file, lean, "train.micro_batch_size=1"), Notices())
     text = str(refused.value)
-    assert "--set: train.memory_limit: the run does not fit 3 MB" in text
+    assert "--set: train.memory_limit: the run does not fit 8 MB" in text
     found = proposals(text)
     assert any(line.startswith("train.memory_limit=") for line in found), text
     assert any(line.startswith("data.max_length=") for line in found), text

@@ -273,7 +273,8 @@ class Search:
         """How long rows may be: a straight line through what two lengths need, and a look at what it says."""
         if here.estimate is None or self.config.data.train is None:
             return []
-        longest = max(len(g.prompt_of(k)) + len(c.ids) for g in self.groups for k, c in enumerate(g.completions))
+        lengths = (len(g.prompt_of(k)) + len(c.ids) for g in self.groups for k, c in enumerate(g.completions))
+        longest = max(lengths, default=0)
         length, seen = longest // 2, [(longest, here.peak)]
         for _ in range(4):
             if length < SHORTEST:
