@@ -167,7 +167,7 @@ class Search:
         """One open option changed: another strategy, or the least lean value that fits, or the leanest."""
         for kind, name in self._others(here.config, self._is_open):
             dropped = {k: v for k, v in here.changes.items() if not k.startswith(f"{kind}.")}
-            yield from self._tried(dropped | {f"{kind}.name": name})
+            yield from self._tried(self._with(dropped, f"{kind}.name", name))
         for key, values in _trades(here.config):
             if not self._is_open(key):
                 continue
@@ -210,7 +210,9 @@ class Search:
         """The changes with this one, and without it where it leaves the run as it is."""
         rest = {name: old for name, old in changes.items() if name != key}
         table, name = key.split(".")
-        return rest if getattr(_options(self._configured(rest), table), name) == value else {**rest, key: value}
+        config = self._configured(rest)
+        held = config.all(table)[0].name if name == "name" else getattr(_options(config, table), name)
+        return rest if held == value else {**rest, key: value}
 
     def _tried(self, changes: Changes) -> Iterator[_Candidate]:
         if _key(changes) in self._seen or len(self._seen) < self._most:
