@@ -2,8 +2,10 @@
 
 Only what the user left open is changed: options that neither the file nor a flag sets, and strategies that it does not
 name. Strategies say themselves which of their options trade memory, in `leaner`: values of an option, most memory
-first. Nothing is changed in a run that fits. Else, of the changes that make it fit, the one with the fastest step is
-taken; where no single change is enough, the one that saves most is made and the search goes on from there.
+first. Where the run does not fit, of the changes that make it fit the one with the fastest step is taken; where no
+single change is enough, the one that saves most is made and the search goes on from there, at last with the leanest
+value of every option. Where it fits with room to spare, options that trade the other way are tried: what makes a step
+faster and still fits is taken, the least recompute that the limit allows.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from attrs import define, evolve, field, frozen
 
 from mortice.batch import Group
 from mortice.config import check_requirements
+from mortice.data import truncate
 from mortice.errors import ConfigError, MorticeError
 from mortice.planning import Estimate, Workload, estimate, machine_memory, workload
 from mortice.sizes import parse_size, readable
@@ -31,11 +34,20 @@ SPARE = 0.05
 """Share of the limit that is left free, for what a prediction misses."""
 GAIN = 0.01
 """A change that saves less than this share of the peak is none."""
+FASTER = 0.03
+"""A change that takes room has to save more than this share of a step, twice in a row."""
+PROBES = 40
+"""Configurations that are measured before the search is over."""
+SHORTEST = 16
+"""Tokens of a row below which shorter ones are not proposed."""
+ADVICE = 12
+"""Configurations that are measured on top for what a refusal proposes."""
 KINDS = ("layout", "head", "backward")
 """Kinds whose strategies give the same numbers, so that one may stand in for another."""
 TABLES = (*KINDS, "context", "train")
 """Tables whose options may be traded."""
 
+LIMIT = ("train", "memory_limit")
 Changes = Mapping[str, Any]
 """Dotted keys to values."""
 
@@ -72,6 +84,14 @@ class _Candidate:
     def seconds(self) -> float:
         return float("inf") if self.estimate is None else self.estimate.seconds
 
+    @property
+    def fixed(self) -> int:
+        """The part of the peak that no open option changes."""
+        if self.estimate is None:
+            return 0
+        standing = sum(self.estimate.parts[name] for name in ("weights", "adapter", "reference", "optimizer"))
+        return max(standing, self.estimate.update)
+
 
 @define(eq=False)
 class Search:
@@ -84,16 +104,21 @@ class Search:
     make_engine: Callable[[RunConfig, Model], Engine]
     tell: Callable[[str], None] = lambda _: None
     _seen: dict[tuple[tuple[str, str], ...], _Candidate] = field(factory=dict)
+    _most: int = PROBES
 
     def look(self, changes: Changes) -> _Candidate:
         """What the run needs with these changes. Raises ConfigError where they cannot be made."""
-        key = tuple(sorted((name, repr(value)) for name, value in changes.items()))
+        key = _key(changes)
         if key not in self._seen:
-            config = self.config.with_overrides(changes, origin="train.memory_limit") if changes else self.config
-            check_requirements(config)
+            config = self._configured(changes)
             self.tell(f"measuring {_spell(changes) or 'the run as it is'}")
             self._seen[key] = _Candidate(changes, config, self._estimate(config))
         return self._seen[key]
+
+    def _configured(self, changes: Changes) -> RunConfig:
+        config = self.config.with_overrides(changes, origin="train.memory_limit") if changes else self.config
+        check_requirements(config)
+        return config
 
     def _estimate(self, config: RunConfig, groups: Sequence[Group] | None = None) -> Estimate | None:
         groups = self.groups if groups is None else groups
@@ -101,53 +126,104 @@ class Search:
         work = workload(engine, groups, config.train.batch_size)
         if self._beyond(engine, config, work):
             return None
-        return estimate(engine, self.params, config.optimizer.build(), work)
+        return estimate(engine, self.params, config.optimizer.build(), work, brief=True)
 
     def _beyond(self, engine: Engine, config: RunConfig, work: Workload) -> bool:
         """Whether a quarter of each row already shows that the machine cannot hold whole ones."""
-        quarter = workload(engine, [shortened(g, 0.25) for g in work.groups], config.train.batch_size)
-        small = estimate(engine, self.params, config.optimizer.build(), quarter)
-        return 4 * (small.parts["kept"] + small.parts["working"]) > machine_memory()
+        quarter = workload(engine, [shortened(group, 0.25) for group in work.largest], len(work.largest))
+        small = estimate(engine, self.params, config.optimizer.build(), quarter, brief=True)
+        return small.peak + 3 * (small.parts["kept"] + small.parts["working"]) > machine_memory()
 
     def fit(self, limit: int) -> Fitted:
         """The run, changed as little as it takes. Raises ConfigError that says what comes nearest."""
-        room = limit * (1 - SPARE)
+        room = min(limit, machine_memory()) * (1 - SPARE)
         here = self.look({})
         reasons: list[str] = []
         while here.peak > room:
-            found = list(self._neighbours(here, room))
-            fitting = [c for c in found if c.peak <= room]
-            best = min(fitting, key=lambda c: c.seconds) if fitting else min(found, key=lambda c: c.peak, default=here)
-            if best.peak > here.peak * (1 - GAIN):
+            best = self._leaner(here, room) if here.fixed <= room else None
+            if best is None:
                 raise ConfigError(self._refusal(here, limit))
             reasons.append(_reason(here, best))
             here = best
+        for better in self._faster(here, room):
+            reasons.append(f"room for {_reason(here, better)}")
+            here = better
         assert here.estimate is not None
         return Fitted(here.config, here.estimate, here.changes, tuple(reasons), limit)
+
+    def _leaner(self, here: _Candidate, room: float) -> _Candidate | None:
+        """The next step towards the limit; None where nothing saves memory any more."""
+        found = list(self._neighbours(here, room))
+        fitting = [c for c in found if c.peak <= room]
+        if fitting:
+            return min(fitting, key=lambda c: c.seconds)
+        best = min(found, key=lambda c: c.peak, default=here)
+        if not _saves(best, here):  # two options may hold the peak up together
+            leanest = {key: values[-1] for key, values in _trades(here.config) if self._is_open(key)}
+            best = next(self._tried({**here.changes, **leanest}), here)
+        return best if _saves(best, here) else None
 
     def _neighbours(self, here: _Candidate, room: float) -> Iterator[_Candidate]:
         """One open option changed: another strategy, or the least lean value that fits, or the leanest."""
         for kind, name in self._others(here.config, self._is_open):
             dropped = {k: v for k, v in here.changes.items() if not k.startswith(f"{kind}.")}
-            yield from self._tried(dropped | {f"{kind}.name": name})
+            yield from self._tried(self._with(dropped, f"{kind}.name", name))
         for key, values in _trades(here.config):
             if not self._is_open(key):
                 continue
-            leanest = list(self._tried({**here.changes, key: values[-1]}))
-            yield from leanest
-            if leanest and leanest[0].peak <= room:
-                for value in reversed(values[:-1]):
-                    wider = list(self._tried({**here.changes, key: value}))
-                    if not wider or wider[0].peak > room:
-                        break
-                    yield from wider
+            for leanest in self._tried({**here.changes, key: values[-1]}):
+                yield leanest
+                if leanest.peak <= room:
+                    yield from self._widest(here.changes, key, values[:-1], room)
+
+    def _widest(self, changes: Changes, key: str, values: Sequence[Any], room: float) -> Iterator[_Candidate]:
+        """The first of values, of which each takes less than the one before, that fits, if any: found by halving."""
+        low, high, found = 0, len(values), None
+        while low < high:
+            middle = (low + high) // 2
+            tried = next(self._tried({**changes, key: values[middle]}), None)
+            if tried is not None and tried.peak <= room:
+                high, found = middle, tried
+            else:
+                low = middle + 1
+        if found is not None:
+            yield found
+
+    def _faster(self, here: _Candidate, room: float) -> Iterator[_Candidate]:
+        """Each with one more open option at a value that takes more memory, fits, and makes the step faster."""
+        for key, values in _trades(here.config, richer=True):
+            for value in values if self._is_open(key) else ():
+                found = next(self._tried(self._with(here.changes, key, value)), None)
+                if found is None or found.peak > room or not self._pays(here, found):
+                    break
+                yield found
+                here = found
+
+    def _pays(self, before: _Candidate, after: _Candidate) -> bool:
+        """Whether a step is faster by `FASTER`, and again when both are measured anew: time is not the same twice."""
+        if after.seconds >= before.seconds * (1 - FASTER):
+            return False
+        was, now = self._estimate(before.config), self._estimate(after.config)
+        return was is not None and now is not None and now.seconds < was.seconds * (1 - FASTER)
+
+    def _with(self, changes: Changes, key: str, value: Any) -> Changes:
+        """The changes with this one, and without it where it leaves the run as it is."""
+        rest = {name: old for name, old in changes.items() if name != key}
+        table, name = key.split(".")
+        config = self._configured(rest)
+        held = config.all(table)[0].name if name == "name" else getattr(_options(config, table), name)
+        return rest if held == value else {**rest, key: value}
 
     def _tried(self, changes: Changes) -> Iterator[_Candidate]:
-        with suppress(MorticeError):
-            yield self.look(changes)
+        if _key(changes) in self._seen or len(self._seen) < self._most:
+            with suppress(MorticeError):
+                yield self.look(changes)
 
     def _is_open(self, key: str) -> bool:
-        return tuple(key.split(".")) not in self.config.file.origins
+        """Whether neither the file nor a flag nor Python sets this option."""
+        table, name = key.split(".")
+        given = self.config.file.tables.get(table)
+        return given is None or (isinstance(given, Mapping) and name not in given)
 
     def _others(self, config: RunConfig, wanted: Callable[[str], bool]) -> Iterator[tuple[str, str]]:
         """(kind, name) of strategies that could stand in for the run's own."""
@@ -162,8 +238,9 @@ class Search:
 
     def _refusal(self, leanest: _Candidate, limit: int) -> str:
         """What was tried, and the changes nearest to the run that would make it fit."""
-        room = limit * (1 - SPARE)
-        lines = [f"train.memory_limit: the run does not fit {readable(limit)}"]
+        room = min(limit, machine_memory()) * (1 - SPARE)
+        self._most = len(self._seen) + ADVICE
+        lines = [f"{self.config.file.where(LIMIT)}train.memory_limit: the run does not fit {readable(limit)}"]
         if leanest.estimate is None:
             lines.append(f"even the leanest of what was tried is beyond this machine ({readable(machine_memory())})")
         else:
@@ -195,18 +272,27 @@ class Search:
                     yield found, key
 
     def _shorter(self, here: _Candidate, room: float) -> list[str]:
-        """How long rows may be, from the needs of whole and of half rows."""
-        if here.estimate is None:
+        """How long rows may be: a straight line through what two lengths need, and a look at what it says."""
+        if here.estimate is None or self.config.data.train is None:
             return []
-        half = self._estimate(here.config, [shortened(g, 0.5) for g in self.groups])
-        if half is None or half.peak >= here.estimate.peak:
-            return []
-        share = 1 - 0.5 * (here.estimate.peak - room) / (here.estimate.peak - half.peak)
-        longest = max(
-            len(g.prompt_ids) + max(len(c.ids) for c in g.completions) for g in self.groups
-        )  # fmt: skip
-        length = int(share * longest)
-        return [f"data.max_length = {length} or less (the longest now: {longest})"] if length >= 16 else []
+        lengths = (len(g.prompt_of(k)) + len(c.ids) for g in self.groups for k, c in enumerate(g.completions))
+        longest = max(lengths, default=0)
+        length, seen = longest // 2, [(longest, here.peak)]
+        for _ in range(4):
+            if length < SHORTEST:
+                return []
+            cut = [truncate(group, length, self.config.data.truncation, None) for group in self.groups]
+            found = self._estimate(here.config, [group for group in cut if group is not None])
+            if found is None:
+                return []
+            if found.peak <= room and len(seen) > 1:
+                return [f"data.max_length = {length} or less (the longest now: {longest}): {readable(found.peak)}"]
+            (more, high), (less, low) = seen[-1], (length, found.peak)
+            if low >= high:
+                return []
+            seen.append((less, low))
+            length = min(longest - 1, int(0.99 * (less + (room - low) * (more - less) / (high - low))))
+        return []
 
 
 def fit(search: Search, limit: str) -> Fitted:
@@ -231,20 +317,44 @@ def shortened(group: Group, share: float) -> Group:
     return evolve(group, prompt_ids=prompt, completions=[shorter(c) for c in group.completions])
 
 
-def _trades(config: RunConfig) -> Iterator[tuple[str, list[Any]]]:
-    """(dotted key, leaner values than the one in force, the leanest last) of every option that trades memory."""
+def _options(config: RunConfig, table: str) -> Any:
+    return config.one(table) if table in KINDS else getattr(config, table)
+
+
+def _trades(config: RunConfig, *, richer: bool = False) -> Iterator[tuple[str, list[Any]]]:
+    """(dotted key, leaner values than the one in force, the leanest last) of every option that trades memory.
+
+    `richer`: values that take more memory instead, the most of it last.
+    """
     for table in TABLES:
-        options = config.one(table) if table in KINDS else getattr(config, table)
+        options = _options(config, table)
         for name, values in getattr(type(options), "leaner", {}).items():
-            own = getattr(options, name)
-            if own in values:
-                later = list(values[list(values).index(own) + 1 :])
-            elif isinstance(own, int):
-                later = [value for value in values if isinstance(value, int) and value < own]
-            else:
-                later = list(values)
-            if later:
-                yield f"{table}.{name}", later
+            more, less = around(getattr(options, name), values)
+            found = more if richer else less
+            if found:
+                yield f"{table}.{name}", found
+
+
+def around(own: Any, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """(values that take more memory, values that take less), the nearest first, of values with the most memory first.
+
+    A number that is not among them stands between those around it; 0 and words that are not stand before all.
+    """
+    if own in values:
+        place, after = values.index(own), values.index(own) + 1
+    else:
+        number = own if isinstance(own, int) else 0
+        smaller = (i for i, value in enumerate(values) if isinstance(value, int) and 0 < value < number)
+        place = after = next(smaller, len(values) if number else 0)
+    return list(values[:place])[::-1], list(values[after:])
+
+
+def _key(changes: Changes) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted((name, repr(value)) for name, value in changes.items()))
+
+
+def _saves(after: _Candidate, before: _Candidate) -> bool:
+    return after.peak < before.peak * (1 - GAIN)
 
 
 def _spell(changes: Changes) -> str:

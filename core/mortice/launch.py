@@ -69,12 +69,18 @@ class Prepared:
     def trainable(self) -> int:
         return sum(value.size for value in self.policy.params.values())
 
-    def longest(self) -> Sequence[Group]:
-        """The longest groups of the data, enough for one step. Raises ConfigError where the source knows none yet."""
+    def groups(self) -> Sequence[Group]:
+        """All groups of the run. Raises ConfigError where the source knows none yet."""
         known = getattr(self.source, "known", None)
         if known is None:
-            raise ConfigError("the source of this run does not know its groups beforehand: nothing can be measured")
-        return sorted(known(), key=lambda group: -group.tokens)[: self.config.train.batch_size]
+            name, asks = self.config.all("source")[0].name, "mortice plan"
+            if self.config.train.memory_limit is not None:
+                asks = f"{self.config.file.where(('train', 'memory_limit'))}train.memory_limit"
+            raise ConfigError(
+                f"{asks}: nothing can be measured, since the source {name!r} does not know its groups before the run "
+                "(one that does gives them in known())"
+            )
+        return known()
 
     @property
     def parameters(self) -> int:
@@ -162,7 +168,7 @@ def _within(ready: Prepared, limit: str) -> Prepared:
     notices = ready.notices
     notices(f"finding out what fits {limit}")
     search = Search(
-        ready.config, ready.pretrained.model, ready.policy.params, ready.longest(), make_engine, notices.progress
+        ready.config, ready.pretrained.model, ready.policy.params, ready.groups(), make_engine, notices.progress
     )
     fitted = fit(search, limit)
     for reason in fitted.reasons:
@@ -176,10 +182,8 @@ def plan(ready: Prepared) -> Estimate:
     """What a prepared run will need: measured on a few layers of its model and the longest rows of its data."""
     from mortice.planning import estimate, workload
 
-    if ready.fitted is not None:
-        return ready.fitted.estimate
     config = ready.config
-    work = workload(ready.engine, ready.longest(), config.train.batch_size)
+    work = workload(ready.engine, ready.groups(), config.train.batch_size)
     return estimate(
         ready.engine, ready.policy.params, config.optimizer.build(), work, tell=ready.notices.progress
     )  # fmt: skip

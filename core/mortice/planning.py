@@ -21,17 +21,18 @@ import mlx.core as mx
 from attrs import evolve, frozen
 from mlx.utils import tree_flatten
 
-from mortice.batch import Completion, Group
+from mortice.batch import Completion, Gradients, Group, MicroBatch
 from mortice.context import Randomness, SpanContext
 from mortice.linear import on_cpu
 from mortice.protocols import LiveOptimizer, Params
 from mortice.step import Engine
 
-PARTS = ("weights", "adapter", "optimizer", "gradients", "kept", "working")
+PARTS = ("weights", "adapter", "reference", "optimizer", "gradients", "kept", "working")
 """Parts of the peak, in the order in which they are shown."""
 MEANING = {
     "weights": "of the model, as they are held",
     "adapter": "trainable parameters beside the weights",
+    "reference": "the adapter as it was, for a loss that compares with it",
     "optimizer": "its state",
     "gradients": "of earlier micro-batches of the step",
     "kept": "what the layers leave behind for the backward",
@@ -41,6 +42,10 @@ MEANING = {
 STEADY, MORE = 6, 3
 """Layers from which on another one adds what every other adds (with fewer, MLX orders a trace in other ways), and how
 many more of them are run to see how much that is."""
+STEPS = 8
+"""Steps that are laid out to find the largest micro-batch, from the longest groups to the shortest."""
+WARM = 0.5
+"""Seconds of a run from which on it needs no second one to be timed."""
 
 
 @frozen
@@ -75,22 +80,33 @@ class Estimate:
 
 @frozen(eq=False)
 class Workload:
-    """The largest step of a run: its groups, and those of its largest micro-batch."""
+    """What a run has to get through: its largest micro-batch, and its longest step."""
 
-    groups: tuple[Group, ...]
     largest: tuple[Group, ...]
+    """Groups of the largest micro-batch."""
     micro_batches: int
+    """Of the step of the longest groups."""
     tokens: int
-    """Of the whole step."""
+    """Of that step."""
 
 
 def workload(engine: Engine, groups: Sequence[Group], batch_size: int) -> Workload:
-    """The `batch_size` longest groups as one step; per-token vectors that a run fills in later are zeros."""
-    longest = sorted(groups, key=lambda group: -group.tokens)[:batch_size]
-    step = [_filled(group) for group in longest]
-    micros = engine.layout(step, engine.limits, prompt_targets="prompt_logprobs" in engine.requires)
-    largest = max(micros, key=lambda micro: micro.tokens)
-    return Workload(tuple(step), largest.groups, len(micros), sum(micro.tokens for micro in micros))
+    """What these groups come to in steps of `batch_size`. Vectors that a run fills in later are zeros.
+
+    The largest micro-batch is in the step of the longest groups, but for a layout that packs: where two long groups do
+    not fit one row, four shorter ones may fill it. So steps of shorter groups are laid out too.
+    """
+    longest = sorted(groups, key=lambda group: -group.tokens)
+    last = max(0, len(longest) - batch_size)
+    starts = sorted({round(last * i / (STEPS - 1)) for i in range(STEPS)})
+    steps = [_laid_out(engine, longest[start : start + batch_size]) for start in starts]
+    largest = max((micro for micros in steps for micro in micros), key=lambda micro: micro.tokens)
+    return Workload(largest.groups, len(steps[0]), sum(micro.tokens for micro in steps[0]))
+
+
+def _laid_out(engine: Engine, groups: Sequence[Group]) -> Sequence[MicroBatch]:
+    filled = [_filled(group) for group in groups]
+    return engine.layout(filled, engine.limits, prompt_targets="prompt_logprobs" in engine.requires)
 
 
 def _filled(group: Group) -> Group:
@@ -110,9 +126,13 @@ def estimate(
     optimizer: LiveOptimizer,
     work: Workload,
     *,
+    brief: bool = False,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Estimate:
-    """Predict a run's peak and its time. Runs a few layers of the model; changes nothing."""
+    """Predict a run's peak and its time. Runs a few layers of the model; changes nothing.
+
+    `brief`: leave `head` and `attention` 0.
+    """
     model = engine.model
     layers = model.num_layers
     repeats = _repeats(engine, work)
@@ -121,37 +141,49 @@ def estimate(
     probes = []
     for count in counts:
         tell(f"running {count} of {layers} layers")
-        probes.append(_probe(engine, params, work.largest, count))
+        probes.append(_probe(engine, params, optimizer, work.largest, count))
 
     first, last = probes[0], probes[-1]
     gradients = sum(p.nbytes for p in params.values())
-    growth = (last.peak - first.peak) / more if len(probes) == 2 else 0.0
-    pace = (last.seconds - first.seconds) / more if len(probes) == 2 else 0.0
     beyond = layers - counts[0]
+
+    def grown(of: Callable[[_Probe], float]) -> tuple[float, float]:
+        """(what another layer adds, what all layers come to)."""
+        slope = (of(last) - of(first)) / more if len(probes) == 2 else 0.0
+        return slope, of(first) + slope * beyond
+
+    growth, top = grown(lambda probe: probe.peak)
     # The peak is at the top of the backward, or at its end, when all gradients are there.
-    extra = max(first.peak + growth * beyond, first.peak - first.gradients - growth * counts[0] + gradients)
+    extra = max(top, first.peak - first.gradients - growth * counts[0] + gradients)
     kept = max(0, round(growth * layers)) if len(probes) == 2 else 0
+    update = max(0.0, grown(lambda probe: probe.update)[1])
+    # Bounded, since another process on the machine makes the slope of two timings anything.
+    pace, _ = grown(lambda probe: probe.seconds)
+    pace = min(max(0.0, pace), *(probe.seconds / count for probe, count in zip(probes, counts)))
+    seconds = last.seconds + pace * (layers - counts[-1])
 
     named = model.named_parameters()
     weights = sum(p.nbytes for name, p in named.items() if name not in params)
     own = sum(p.nbytes for p in params.values())
     optimizer.init(dict(params))
     state = sum(a.nbytes for _, a in tree_flatten(optimizer.state) if isinstance(a, mx.array))
+    reference = own if "ref_logprobs" in engine.requires else 0
     held = gradients if work.micro_batches > 1 else 0
     micro = engine.arrange(work.largest).micros[0]
     return Estimate(
         parts={
             "weights": weights,
             "adapter": own,
+            "reference": reference,
             "optimizer": state,
             "gradients": held,
             "kept": min(kept, round(extra)),
             "working": max(0, round(extra) - min(kept, round(extra))),
         },
-        update=weights + 2 * (own + state) + 2 * gradients,
-        seconds=(first.seconds + pace * beyond) * work.tokens / micro.tokens,
-        head=_head_memory(engine, micro.rows),
-        attention=_attention_memory(engine, work),
+        update=weights + own + reference + state + 2 * gradients + round(update),
+        seconds=seconds * work.tokens / micro.tokens,
+        head=0 if brief else _head_memory(engine, micro.rows),
+        attention=0 if brief else _attention_memory(engine, work),
         tokens=micro.tokens,
         longest=max(row.length for row in micro.rows),
         scored=sum(row.scored for row in micro.rows),
@@ -167,16 +199,24 @@ class _Probe:
     """Above what was held before."""
     gradients: int
     seconds: float
+    update: int
+    """Peak of the optimizer above parameters, state and gradients, these both before and after clipping."""
 
 
-def _probe(engine: Engine, params: Params, groups: Sequence[Group], layers: int) -> _Probe:
-    """One forward and backward of the first layers, twice: the first run warms up, the second is timed."""
+def _probe(
+    engine: Engine, params: Params, optimizer: LiveOptimizer, groups: Sequence[Group], layers: int
+) -> _Probe:  # fmt: skip
+    """One forward and backward of the first layers; a short one twice, since the first run warms up."""
     model = engine.model if layers == engine.model.num_layers else engine.model.first_layers(layers)
     own = {name: params[name] for name in model.names_of(model.parts, params)}
     small = evolve(engine, model=model)
+    model.read()
     mx.eval(list(model.named_parameters().values()), own)
-    peaks, seconds = [], []
-    for _ in range(2):
+    peaks: list[int] = []
+    seconds: list[float] = []
+    gradients: Gradients = {}
+    while len(seconds) < 2 and sum(seconds) < WARM:
+        gradients.clear()
         mx.clear_cache()
         before = mx.get_active_memory()
         mx.reset_peak_memory()
@@ -184,10 +224,22 @@ def _probe(engine: Engine, params: Params, groups: Sequence[Group], layers: int)
         _, gradients = small.gradients(own, groups, Randomness(0, 0))
         seconds.append(time.perf_counter() - start)
         peaks.append(mx.get_peak_memory() - before)
-        size = sum(g.nbytes for g in gradients.values())
-        del gradients
     engine.model.bind(own)
-    return _Probe(max(peaks), size, min(seconds))
+    size = sum(g.nbytes for g in gradients.values())
+    return _Probe(max(peaks), size, min(seconds), _update(optimizer, own, gradients))
+
+
+def _update(optimizer: LiveOptimizer, params: Params, gradients: Gradients) -> int:
+    """Peak of one update, above what is held before it. Its result is dropped."""
+    optimizer.init(dict(params))
+    clipped = {name: 0.5 * g for name, g in gradients.items()}
+    mx.eval(clipped, optimizer.state)
+
+    def step() -> None:
+        new = optimizer.apply_gradients(clipped, dict(params))
+        mx.eval(new, optimizer.state)
+
+    return _peak_of(step)
 
 
 class _Recording(SpanContext):

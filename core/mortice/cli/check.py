@@ -28,7 +28,7 @@ def check(file: Path, *, json: bool = False, flags: RunFlags | None = None) -> N
     notices = Notices(show=None if json else warn)
     ready = prepare(config, notices)
     facts = {
-        "run": str(config.run_path),
+        "run": str(ready.config.run_path),
         "model": str(ready.pretrained.path),
         "parameters": ready.parameters,
         "trainable": ready.trainable,
@@ -37,7 +37,7 @@ def check(file: Path, *, json: bool = False, flags: RunFlags | None = None) -> N
         "evaluation": "on" if ready.source.can_validate else "off",
     }
     strategies: dict[str, list[str]] = {}
-    for chosen in config.chosen:
+    for chosen in ready.config.chosen:
         strategies.setdefault(chosen.kind, []).append(f"{chosen.provider}:{chosen.name}")
     if json:
         print_json({**facts, "strategies": strategies, "notices": notices.messages, "counts": notices.counts})

@@ -72,7 +72,7 @@ class Segmented:
     )
 
     head_outside_traces: ClassVar = True
-    leaner: ClassVar = {"keep": KEEP, "segment_size": (8, 4, 2, 1)}
+    leaner: ClassVar = {"keep": ("everything", "auto", "cuts"), "segment_size": (8, 4, 2, 1)}
 
     def __attrs_post_init__(self) -> None:
         if self.keep in ("attention", "everything") and (self.compile or not self.eager):

@@ -29,7 +29,7 @@ class Chunked:
     """Full logits of a few tokens at a time: simple, with the memory of one chunk."""
 
     provides: ClassVar = frozenset({"entropy"})
-    leaner: ClassVar = {"chunk": (128, 64, 32, 16)}
+    leaner: ClassVar = {"chunk": (512, 256, 128, 64, 32, 16)}
 
     chunk: int = option(128, help="tokens whose full rows of logits are held at a time", validator=ge(1))
 

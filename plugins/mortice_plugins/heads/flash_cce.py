@@ -62,7 +62,7 @@ class FlashCCE:
     """
 
     provides: ClassVar = frozenset({"entropy"})
-    leaner: ClassVar = {"tile_memory": ("8MB", "4MB", "2MB")}
+    leaner: ClassVar = {"tile_memory": (None, "8MB", "4MB", "2MB")}
 
     tile_memory: str | None = option(
         None, help=f'most memory of one tile, such as "32MB"; {TILE_MEMORY} if not set', validator=optional(size)
