@@ -100,13 +100,14 @@ def search(tmp_path, monkeypatch) -> Callable[..., tuple[Search, list[str]]]:
     """A search over a run whose needs a function gives, and what it says that it measures."""
 
     def make(needs: Needs = by_memory, tables: str = "", machine: float = 1e12, **strategies: str) -> Any:
-        def estimated(engine: RunConfig, params: Any, optimizer: Any, work: Any, *, brief: bool) -> Estimate:
+        def estimated(engine: RunConfig, params: Any, optimizer: Any, work: Any, *, rough: bool = False) -> Estimate:
             memory, seconds = needs(engine)
             parts = dict.fromkeys(PARTS, 0) | {"weights": STANDING * MB, "working": int((memory - STANDING) * MB)}
             return Estimate(parts, 0, seconds, 0, 0, 1, 1, 1, 1, (1,), 1)
 
         monkeypatch.setattr(budget, "estimate", estimated)
         monkeypatch.setattr(budget, "workload", lambda engine, groups, size: SimpleNamespace(largest=()))
+        monkeypatch.setattr(budget, "least_peak", lambda engine, *_: needs(engine)[0] * MB / 4)
         monkeypatch.setattr(budget, "machine_memory", lambda: machine)
         config = configure(tiny_run(tmp_path, RUN_FILE + tables), plugins=PLUGINS, **strategies)
         told: list[str] = []

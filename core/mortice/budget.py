@@ -20,7 +20,7 @@ from mortice.batch import Group
 from mortice.config import check_requirements
 from mortice.data import truncate
 from mortice.errors import ConfigError, MorticeError
-from mortice.planning import Estimate, Workload, estimate, machine_memory, workload
+from mortice.planning import Estimate, Workload, estimate, least_peak, machine_memory, workload
 from mortice.sizes import parse_size, readable
 from mortice.structure import fields, structure
 
@@ -126,30 +126,39 @@ class Search:
         work = workload(engine, groups, config.train.batch_size)
         if self._beyond(engine, config, work):
             return None
-        return estimate(engine, self.params, config.optimizer.build(), work, brief=True)
+        return estimate(engine, self.params, config.optimizer.build(), work, rough=True)
 
     def _beyond(self, engine: Engine, config: RunConfig, work: Workload) -> bool:
         """Whether a quarter of each row already shows that the machine cannot hold whole ones."""
         quarter = workload(engine, [shortened(group, 0.25) for group in work.largest], len(work.largest))
-        small = estimate(engine, self.params, config.optimizer.build(), quarter, brief=True)
-        return small.peak + 3 * (small.parts["kept"] + small.parts["working"]) > machine_memory()
+        return 4 * least_peak(engine, self.params, config.optimizer.build(), quarter) > machine_memory()
 
     def fit(self, limit: int) -> Fitted:
         """The run, changed as little as it takes. Raises ConfigError that says what comes nearest."""
-        room = min(limit, machine_memory()) * (1 - SPARE)
+        most = room = min(limit, machine_memory()) * (1 - SPARE)
         here = self.look({})
         reasons: list[str] = []
-        while here.peak > room:
-            best = self._leaner(here, room) if here.fixed <= room else None
-            if best is None:
-                raise ConfigError(self._refusal(here, limit))
-            reasons.append(_reason(here, best))
-            here = best
-        for better in self._faster(here, room):
-            reasons.append(f"room for {_reason(here, better)}")
-            here = better
-        assert here.estimate is not None
-        return Fitted(here.config, here.estimate, here.changes, tuple(reasons), limit)
+        while True:
+            while here.peak > room:
+                best = self._leaner(here, room) if here.fixed <= room else None
+                if best is None:
+                    raise ConfigError(self._refusal(here, limit))
+                reasons.append(_reason(here, best))
+                here = best
+            for better in self._faster(here, room):
+                reasons.append(f"room for {_reason(here, better)}")
+                here = better
+            found = self._exactly(here.config)
+            if found.peak <= most:
+                return Fitted(here.config, found, here.changes, tuple(reasons), limit)
+            room *= 0.98 * most / found.peak  # the rough look was too low by so much
+
+    def _exactly(self, config: RunConfig) -> Estimate:
+        """A careful estimate of what a rough one has chosen."""
+        self.tell("measuring the choice")
+        engine = self.make_engine(config, self.model)
+        work = workload(engine, self.groups, config.train.batch_size)
+        return estimate(engine, self.params, config.optimizer.build(), work)
 
     def _leaner(self, here: _Candidate, room: float) -> _Candidate | None:
         """The next step towards the limit; None where nothing saves memory any more."""

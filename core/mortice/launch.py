@@ -182,6 +182,8 @@ def plan(ready: Prepared) -> Estimate:
     """What a prepared run will need: measured on a few layers of its model and the longest rows of its data."""
     from mortice.planning import estimate, workload
 
+    if ready.fitted is not None:
+        return ready.fitted.estimate
     config = ready.config
     work = workload(ready.engine, ready.groups(), config.train.batch_size)
     return estimate(

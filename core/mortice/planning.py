@@ -42,6 +42,8 @@ MEANING = {
 STEADY, MORE = 6, 3
 """Layers from which on another one adds what every other adds (with fewer, MLX orders a trace in other ways), and how
 many more of them are run to see how much that is."""
+ROUGH = (3, 2)
+"""The same for a first look, which may err by a tenth."""
 STEPS = 8
 """Steps that are laid out to find the largest micro-batch, from the longest groups to the shortest."""
 WARM = 0.5
@@ -126,22 +128,21 @@ def estimate(
     optimizer: LiveOptimizer,
     work: Workload,
     *,
-    brief: bool = False,
+    rough: bool = False,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Estimate:
     """Predict a run's peak and its time. Runs a few layers of the model; changes nothing.
 
-    `brief`: leave `head` and `attention` 0.
+    `rough`: fewer layers, once, and no look at head and attention alone.
     """
     model = engine.model
     layers = model.num_layers
-    repeats = _repeats(engine, work)
-    few, more = (repeats * math.ceil(count / repeats) for count in (STEADY, MORE))
-    counts = (few, few + more) if few + more < layers else (layers,)
+    counts = _layer_counts(engine, work, *(ROUGH if rough else (STEADY, MORE)))
+    more = counts[-1] - counts[0]
     probes = []
     for count in counts:
         tell(f"running {count} of {layers} layers")
-        probes.append(_probe(engine, params, optimizer, work.largest, count))
+        probes.append(_probe(engine, params, optimizer, work.largest, count, once=rough))
 
     first, last = probes[0], probes[-1]
     gradients = sum(p.nbytes for p in params.values())
@@ -182,8 +183,8 @@ def estimate(
         },
         update=weights + own + reference + state + 2 * gradients + round(update),
         seconds=seconds * work.tokens / micro.tokens,
-        head=0 if brief else _head_memory(engine, micro.rows),
-        attention=0 if brief else _attention_memory(engine, work),
+        head=0 if rough else _head_memory(engine, micro.rows),
+        attention=0 if rough else _attention_memory(engine, work),
         tokens=micro.tokens,
         longest=max(row.length for row in micro.rows),
         scored=sum(row.scored for row in micro.rows),
@@ -191,6 +192,20 @@ def estimate(
         layers=counts,
         all_layers=layers,
     )
+
+
+def least_peak(engine: Engine, params: Params, optimizer: LiveOptimizer, work: Workload) -> int:
+    """Peak of the few layers that a rough estimate begins with: what the work takes at least."""
+    count = _layer_counts(engine, work, *ROUGH)[0]
+    return _probe(engine, params, optimizer, work.largest, count, once=True).peak
+
+
+def _layer_counts(engine: Engine, work: Workload, few: int, more: int) -> tuple[int, ...]:
+    """How many layers to run, smaller number first; one number, all of them, where no smaller one tells enough."""
+    repeats = _repeats(engine, work)
+    first, further = (repeats * math.ceil(count / repeats) for count in (few, more))
+    layers = engine.model.num_layers
+    return (first, first + further) if first + further < layers else (layers,)
 
 
 @frozen
@@ -204,9 +219,9 @@ class _Probe:
 
 
 def _probe(
-    engine: Engine, params: Params, optimizer: LiveOptimizer, groups: Sequence[Group], layers: int
+    engine: Engine, params: Params, optimizer: LiveOptimizer, groups: Sequence[Group], layers: int, *, once: bool
 ) -> _Probe:  # fmt: skip
-    """One forward and backward of the first layers; a short one twice, since the first run warms up."""
+    """One forward and backward of the first layers; a short one twice unless `once`, since the first run warms up."""
     model = engine.model if layers == engine.model.num_layers else engine.model.first_layers(layers)
     own = {name: params[name] for name in model.names_of(model.parts, params)}
     small = evolve(engine, model=model)
@@ -215,7 +230,7 @@ def _probe(
     peaks: list[int] = []
     seconds: list[float] = []
     gradients: Gradients = {}
-    while len(seconds) < 2 and sum(seconds) < WARM:
+    while len(seconds) < (1 if once else 2) and sum(seconds) < WARM:
         gradients.clear()
         mx.clear_cache()
         before = mx.get_active_memory()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -32,3 +33,16 @@ def print_table(title: str | None, columns: Sequence[str], rows: Iterable[Sequen
 def warn(text: str) -> None:
     """A line on standard error that stops nothing."""
     print(f"mortice: {text}", file=sys.stderr)
+
+
+@contextmanager
+def spinner(*, quiet: bool = False) -> Iterator[Callable[[str], None]]:
+    """A function that shows what long work is at: on a terminal beside a spinner, else not at all."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda _: None
+        return
+    with console.status("reading") as status:
+        yield status.update

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mortice.cli.output import print_json, print_table
+from mortice.cli.output import print_json, print_table, spinner
 from mortice.cli.run_flags import RunFlags, load
 from mortice.sizes import parse_size, readable
 
@@ -39,7 +39,7 @@ def plan(file: Path, *, json: bool = False, flags: RunFlags | None = None) -> No
     from mortice.launch import plan as predict
 
     config = load(file, flags)
-    with _progress(quiet=json) as progress:
+    with spinner(quiet=json) as progress:
         notices = Notices(show=None if json else warn, progress=progress)
         ready = prepare(config, notices)
         estimate = predict(ready)
@@ -48,28 +48,6 @@ def plan(file: Path, *, json: bool = False, flags: RunFlags | None = None) -> No
         print_json(_facts(ready, estimate, notices.messages))
         return
     _show(ready, estimate, None if limit is None else parse_size(limit))
-
-
-def _progress(*, quiet: bool) -> Any:
-    """A context manager that gives a function for what is going on: a spinner on a terminal, else nothing."""
-    from contextlib import nullcontext
-
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
-        return nullcontext(lambda _: None)
-
-    class Spinner:
-        def __enter__(self) -> Any:
-            self.status = console.status("reading")
-            self.status.start()
-            return self.status.update
-
-        def __exit__(self, *_: Any) -> None:
-            self.status.stop()
-
-    return Spinner()
 
 
 def _facts(ready: Prepared, estimate: Estimate, messages: list[str]) -> Mapping[str, Any]:

@@ -27,7 +27,7 @@ def train(file: Path, *, run: Path | None = None, flags: RunFlags | None = None)
     from mortice.launch import train as launch
 
     config = load(file, flags, run)
-    outcome = launch(config, Notices(show=warn))
+    outcome = launch(config, Notices(show=warn, progress=warn))
     print(f"{'stopped at' if outcome.signal else 'done:'} step {outcome.steps}, {outcome.tokens:,} tokens")
     for name in sorted(set(outcome.before) & set(outcome.after)):
         if name in ("loss", "nll", "margin", "accuracy"):

@@ -31,8 +31,6 @@ class Packed:
     row_tokens: int = option(4096, help="most tokens in one row that holds several groups", validator=ge(1))
     share_prefix: bool = option(True, help="a prompt runs once for all completions of its group; false: once for each")
 
-    leaner: ClassVar = {"row_tokens": (16384, 8192, 4096, 2048, 1024, 512)}
-
     def __call__(self, groups: Sequence[Group], limits: Limits, /, *, prompt_targets: bool = False) -> list[MicroBatch]:
         bins = first_fit_decreasing([self._length(group) for group in groups], self.row_tokens)
         return [self._micro([groups[i] for i in places], prompt_targets) for places in bins]
