@@ -2,10 +2,13 @@
 
 Only what the user left open is changed: options that neither the file nor a flag sets, and strategies that it does not
 name. Strategies say themselves which of their options trade memory, in `leaner`: values of an option, most memory
-first. Where the run does not fit, of the changes that make it fit the one with the fastest step is taken; where no
-single change is enough, the one that saves most is made and the search goes on from there, at last with the leanest
-value of every option. Where it fits with room to spare, options that trade the other way are tried: what makes a step
-faster and still fits is taken, the least recompute that the limit allows.
+first.
+
+Where the run does not fit, head, layout and backward are looked at in this order, what costs no second forward first,
+and then one option after the other: of the changes that make it fit the one with the fastest step is taken, else the
+one that saves most, and the search goes on from there, at last with the leanest value of every option. Where it fits
+with room to spare, options that trade the other way are tried: what makes a step faster and still fits is taken, the
+least recompute that the limit allows.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ SHORTEST = 16
 """Tokens of a row below which shorter ones are not proposed."""
 ADVICE = 12
 """Configurations that are measured on top for what a refusal proposes."""
-KINDS = ("layout", "head", "backward")
+KINDS = ("head", "layout", "backward")
 """Kinds whose strategies give the same numbers, so that one may stand in for another."""
 TABLES = (*KINDS, "context", "train")
 """Tables whose options may be traded."""
@@ -105,6 +108,8 @@ class Search:
     tell: Callable[[str], None] = lambda _: None
     _seen: dict[tuple[tuple[str, str], ...], _Candidate] = field(factory=dict)
     _most: int = PROBES
+    _done: set[str] = field(factory=set)
+    """Kinds and options that have been looked at."""
 
     def look(self, changes: Changes) -> _Candidate:
         """What the run needs with these changes. Raises ConfigError where they cannot be made."""
@@ -161,29 +166,44 @@ class Search:
         return estimate(engine, self.params, config.optimizer.build(), work)
 
     def _leaner(self, here: _Candidate, room: float) -> _Candidate | None:
-        """The next step towards the limit; None where nothing saves memory any more."""
-        found = list(self._neighbours(here, room))
-        fitting = [c for c in found if c.peak <= room]
-        if fitting:
-            return min(fitting, key=lambda c: c.seconds)
-        best = min(found, key=lambda c: c.peak, default=here)
-        if not _saves(best, here):  # two options may hold the peak up together
-            leanest = {key: values[-1] for key, values in _trades(here.config) if self._is_open(key)}
-            best = next(self._tried({**here.changes, **leanest}), here)
-        return best if _saves(best, here) else None
+        """The next step towards the limit; None where nothing saves memory any more.
 
-    def _neighbours(self, here: _Candidate, room: float) -> Iterator[_Candidate]:
-        """One open option changed: another strategy, or the least lean value that fits, or the leanest."""
-        for kind, name in self._others(here.config, self._is_open):
-            dropped = {k: v for k, v in here.changes.items() if not k.startswith(f"{kind}.")}
-            yield from self._tried(self._with(dropped, f"{kind}.name", name))
+        One kind of strategy, or one option, is looked at after the other, each once.
+        """
+        for name, family in self._families(here, room):
+            self._done.add(name)
+            found = list(family)
+            fitting = [c for c in found if c.peak <= room]
+            if fitting:
+                return min(fitting, key=lambda c: c.seconds)
+            best = min(found, key=lambda c: c.peak, default=here)
+            if _saves(best, here):
+                return best
+        leanest = {key: values[-1] for key, values in _trades(here.config) if self._is_open(key)}
+        together = next(self._tried({**here.changes, **leanest}), here)  # several may hold the peak up together
+        return together if _saves(together, here) else None
+
+    def _families(self, here: _Candidate, room: float) -> Iterator[tuple[str, Iterator[_Candidate]]]:
+        """(what is changed, the run with each other strategy of a kind, or with one option at leaner values)."""
+        for kind in KINDS:
+            if kind not in self._done and self._is_open(f"{kind}.name"):
+                yield kind, self._swapped(here, kind)
         for key, values in _trades(here.config):
-            if not self._is_open(key):
-                continue
-            for leanest in self._tried({**here.changes, key: values[-1]}):
-                yield leanest
-                if leanest.peak <= room:
-                    yield from self._widest(here.changes, key, values[:-1], room)
+            if key not in self._done and self._is_open(key):
+                yield key, self._traded(here, key, values, room)
+
+    def _swapped(self, here: _Candidate, kind: str) -> Iterator[_Candidate]:
+        dropped = {k: v for k, v in here.changes.items() if not k.startswith(f"{kind}.")}
+        for other, name in self._others(here.config, self._is_open):
+            if other == kind:
+                yield from self._tried(self._with(dropped, f"{kind}.name", name))
+
+    def _traded(self, here: _Candidate, key: str, values: Sequence[Any], room: float) -> Iterator[_Candidate]:
+        """The leanest value; where that fits, also the least lean one that does."""
+        for leanest in self._tried({**here.changes, key: values[-1]}):
+            yield leanest
+            if leanest.peak <= room:
+                yield from self._widest(here.changes, key, values[:-1], room)
 
     def _widest(self, changes: Changes, key: str, values: Sequence[Any], room: float) -> Iterator[_Candidate]:
         """The first of values, of which each takes less than the one before, that fits, if any: found by halving."""
