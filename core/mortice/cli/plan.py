@@ -97,7 +97,8 @@ def _show(ready: Prepared, estimate: Estimate, limit: int | None) -> None:
         alone.append(("attention", readable(estimate.attention), f"one layer alone, on {estimate.longest:,} tokens"))
     print_table(None, ("working memory", "", ""), alone)
     total = estimate.seconds * ready.total_steps
-    micros = f"{estimate.micro_batches} micro-batches, the largest of {estimate.tokens:,} tokens"
+    count = estimate.micro_batches
+    micros = f"{count} micro-batch{'es' if count > 1 else ''}, the largest of {estimate.tokens:,} tokens"
     ran = " and ".join(map(str, estimate.layers))
     how = "all" if estimate.layers[0] == estimate.all_layers else f"{ran} of {estimate.all_layers}"
     print_table(
