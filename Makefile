@@ -25,9 +25,9 @@ quickstart: $(VENV)/quickstart
 test: $(VENV)/dev
 	@$(BIN)/python -m pytest
 
-# The slow tests: the main job on two pairs, with the real model.
+# The slow tests, half an hour of them; `make slow SLOW=tests/test_quickstart.py`: the main job on two pairs alone.
 slow: $(VENV)/dev $(VENV)/quickstart
-	@$(BIN)/python -m pytest -m slow
+	@$(BIN)/python -m pytest -m slow $(SLOW)
 
 lint: $(VENV)/dev
 	@$(BIN)/python -m ruff check
