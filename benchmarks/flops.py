@@ -8,6 +8,7 @@ Left out is all that is no product (norms, softmax, rotations, optimizer).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from attrs import field, frozen
 
@@ -16,7 +17,15 @@ from mortice.protocols import Params
 from mortice.step import Engine
 
 ONE_FORWARD = ("full",)
-"""Backward strategies that keep every activation; any other one runs a second forward."""
+"""Backward strategies that keep every activation; any other one runs a second forward, but for what it `keep`s."""
+
+
+def forwards(backward: Any) -> tuple[int, int]:
+    """How often linear layers and attention run forward."""
+    keep = getattr(backward, "keep", "cuts")
+    if type(backward).__name__.lower() in ONE_FORWARD or keep == "everything":
+        return 1, 1
+    return 2, 1 if keep in ("auto", "attention") else 2
 
 
 @frozen
@@ -41,7 +50,7 @@ def step_flops(engine: Engine, params: Params, groups: Sequence[Group]) -> Flops
     config = engine.model.config
     heads = config["num_attention_heads"]
     width = heads * (config.get("head_dim") or config["hidden_size"] // heads)
-    forwards = 1 if type(engine.backward).__name__.lower() in ONE_FORWARD else 2
+    linear, attention = forwards(engine.backward)
     return count(
         tokens=sum(row.length for row in rows),
         pairs=sum(map(attended, rows)),
@@ -50,13 +59,14 @@ def step_flops(engine: Engine, params: Params, groups: Sequence[Group]) -> Flops
         layers=engine.model.num_layers,
         width=width,
         output=(engine.model.output.vocab, config["hidden_size"]),
-        forwards=forwards,
+        forwards=linear,
+        attention_forwards=attention,
     )
 
 
 def count(
     *, tokens: int, pairs: int, scored: int, linear: Sequence[tuple[int, int, int]], layers: int, width: int,
-    output: tuple[int, int], forwards: int,
+    output: tuple[int, int], forwards: int, attention_forwards: int,
 ) -> Flops:  # fmt: skip
     """`pairs` of query and key, `linear` as (in, rank, out), `width` of all heads together, `output` as (V, D).
 
@@ -70,7 +80,7 @@ def count(
     return Flops(
         linear=2 * tokens * matrices * (forwards + 1),
         lora=2 * tokens * thin * (forwards + 2),
-        attention=2 * pairs * width * layers * (2 * forwards + 5),
+        attention=2 * pairs * width * layers * (2 * attention_forwards + 5),
         head=2 * scored * vocab * hidden * 2,
     )
 

@@ -131,7 +131,17 @@ def test_a_table_as_markdown():
 
 
 def test_products_of_a_step_by_hand():
-    found = count(tokens=10, pairs=55, scored=4, linear=[(8, 2, 16)], layers=3, width=8, output=(32, 8), forwards=2)
+    found = count(
+        tokens=10,
+        pairs=55,
+        scored=4,
+        linear=[(8, 2, 16)],
+        layers=3,
+        width=8,
+        output=(32, 8),
+        forwards=2,
+        attention_forwards=2,
+    )
     assert found.linear == 3 * 2 * 10 * 8 * 16  # forward twice, dx
     assert found.lora == 2 * (2 * 10 * (8 * 2 + 2 * 16)) + 2 * 2 * 10 * 2 * (8 + 16)  # forward twice; dA, dB, dlow, dx
     assert found.attention == 3 * 9 * 2 * 55 * 8  # scores and values twice, scores again, four products backward
