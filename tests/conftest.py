@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from mortice import blas
 
 blas.load()  # before any test imports mlx
+
+import mlx.core as mx  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -21,3 +24,11 @@ def shared() -> Path:
     if not (path / "losses").is_dir():
         pytest.skip("reference data not found: set MORTICE_SHARED")
     return path
+
+
+@pytest.fixture
+def in_step() -> Iterator[None]:
+    """MLX runs no operation ahead of the one that computes: else peaks are higher on a busy machine."""
+    before = mx.set_memory_limit(0)
+    yield
+    mx.set_memory_limit(before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import mlx.core as mx
 import pytest
 from test_budget import long_run
 from tiny_run import RUN_FILE, tiny_run
@@ -11,9 +12,11 @@ from tiny_run import RUN_FILE, tiny_run
 from mortice.cli import main, plan
 from mortice.planning import PARTS
 
+pytestmark = pytest.mark.usefixtures("in_step")
+
 FIELDS = {
-    "peak", "parts", "update", "head", "attention", "seconds_per_step", "steps", "tokens", "longest_row", "scored",
-    "micro_batches", "layers_run", "layers", "memory_limit", "changes", "strategies", "notices",
+    "peak", "parts", "update", "elsewhere", "head", "attention", "seconds_per_step", "steps", "tokens", "longest_row",
+    "scored", "micro_batches", "layers_run", "layers", "memory_limit", "changes", "strategies", "notices",
 }  # fmt: skip
 
 
@@ -48,13 +51,20 @@ def test_the_table_names_parts_peak_and_time(call, file):
     assert "limit" not in out
 
 
+def test_what_the_process_holds_beside_the_run_is_shown(call, file):
+    held = mx.zeros((4 * 10**6,), mx.uint8)
+    mx.eval(held)
+    assert "held beside the run" in call("plan", file)[1]
+    assert json.loads(call("plan", "--json", file)[1])["elsewhere"] >= held.nbytes
+
+
 def test_json_has_one_schema(call, file):
     code, out, err = call("plan", "--json", file)
     found = json.loads(out)
     assert (code, err) == (0, "")
     assert set(found) == FIELDS
     assert tuple(found["parts"]) == PARTS
-    assert found["peak"] == max(sum(found["parts"].values()), found["update"])
+    assert found["peak"] == max(sum(found["parts"].values()), found["update"]) + found["elsewhere"]
     assert (found["steps"], found["layers"], found["layers_run"]) == (3, 2, [2])
     assert (found["memory_limit"], found["changes"]) == (None, {})
     assert found["strategies"] == {"layout": "separate", "head": "dense", "backward": "full"}

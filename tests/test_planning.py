@@ -32,6 +32,8 @@ from mortice_plugins.layouts.separate import Separate
 from mortice_plugins.losses.orpo import ORPO
 from mortice_plugins.optimizers.adam import AdamW
 
+pytestmark = pytest.mark.usefixtures("in_step")
+
 VOCAB = 1024
 SMALL: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 12, "num_attention_heads": 4,
@@ -239,8 +241,18 @@ def test_peak_while_the_optimizer_steps(adapter):
 def check_parts(found: Estimate) -> Estimate:
     assert tuple(found.parts) == PARTS == tuple(MEANING)
     assert all(size >= 0 for size in found.parts.values())
-    assert found.peak == max(sum(found.parts.values()), found.update)
+    assert found.peak == max(sum(found.parts.values()), found.update) + found.elsewhere
     return found
+
+
+def test_what_is_held_beside_the_run_adds_to_its_peak():
+    engine, params = setup(model("llama"))
+    without = predicted(engine, params, pairs(128))
+    beside = mx.zeros((10**7,), mx.uint8)
+    mx.eval(beside)
+    found = check_parts(predicted(engine, params, pairs(128)))
+    assert found.elsewhere - without.elsewhere == pytest.approx(10**7, rel=0.01)
+    assert sum(found.parts.values()) == pytest.approx(sum(without.parts.values()), rel=0.01)
 
 
 def test_parts_are_what_they_are_called():

@@ -67,6 +67,11 @@ class Fitted:
     limit: int
 
     @property
+    def room(self) -> int:
+        """Bytes that the run was fitted into."""
+        return int(min(self.limit, machine_memory()) * (1 - SPARE))
+
+    @property
     def spare(self) -> int:
         """Bytes of the limit that the run leaves, for the allocator's cache."""
         return max(0, self.limit - self.estimate.peak)
@@ -93,7 +98,7 @@ class _Candidate:
         if self.estimate is None:
             return 0
         standing = sum(self.estimate.parts[name] for name in ("weights", "adapter", "reference", "optimizer"))
-        return max(standing, self.estimate.update)
+        return max(standing, self.estimate.update) + self.estimate.elsewhere
 
 
 @define(eq=False)

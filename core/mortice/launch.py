@@ -7,7 +7,8 @@ trains of it, then the data, and only then are weights read and memory spent.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -241,7 +242,6 @@ def train(config: RunConfig, notices: Notices | None = None) -> Outcome:
     Raises what `prepare` does, TrainingError where the run cannot go on.
     """
     blas.load()
-    import mlx.core as mx
 
     from mortice.checkpoint import RunFolder
     from mortice.protocols import RunInfo
@@ -297,15 +297,32 @@ def train(config: RunConfig, notices: Notices | None = None) -> Outcome:
         )
         info = RunInfo(folder.path, total, prepared.trainable, prepared.parameters, config)
         shown, notices.show = notices.show, trainer.say
-        cache = cache_bytes(options.cache_limit)
-        if prepared.fitted is not None and options.cache_limit is None:
-            cache = min(cache, prepared.fitted.spare)
-        cache_limit = mx.set_cache_limit(cache)
         try:
-            return trainer.run(info)
+            with _allocator(options.cache_limit, prepared.fitted):
+                return trainer.run(info)
         finally:
-            mx.set_cache_limit(cache_limit)
             notices.show = shown  # else run and notices hold each other, and the model with them
+
+
+@contextmanager
+def _allocator(cache_limit: float | None, fitted: Fitted | None) -> Iterator[None]:
+    """MLX's allocator, within the limits of a run.
+
+    MLX runs up to ten operations ahead of the one that computes, and holds what they write: on a busy machine more
+    than on an idle one. Above its memory limit it waits instead.
+    """
+    import mlx.core as mx
+
+    cache = cache_bytes(cache_limit)
+    if fitted is not None and cache_limit is None:
+        cache = min(cache, fitted.spare)
+    cache_before, memory_before = mx.set_cache_limit(cache), mx.set_memory_limit(0)
+    mx.set_memory_limit(memory_before if fitted is None else min(memory_before, fitted.room))
+    try:
+        yield
+    finally:
+        mx.set_cache_limit(cache_before)
+        mx.set_memory_limit(memory_before)
 
 
 def run(

@@ -10,6 +10,7 @@ What this leaves out: what the allocator caches (`train.cache_limit`), Python's 
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import time
@@ -24,6 +25,7 @@ from mlx.utils import tree_flatten
 from mortice.batch import Completion, Gradients, Group, MicroBatch
 from mortice.context import Randomness, SpanContext
 from mortice.linear import on_cpu
+from mortice.model import Model
 from mortice.protocols import LiveOptimizer, Params
 from mortice.step import Engine
 
@@ -58,6 +60,8 @@ class Estimate:
     """Of `PARTS`; they add up to the peak of a forward and backward."""
     update: int
     """The peak while the optimizer steps."""
+    elsewhere: int
+    """Arrays that the process holds beside the run, which its peak stands on: of the caller, of models before."""
     seconds: float
     """One optimizer step on the longest rows of the data."""
     head: int
@@ -77,7 +81,7 @@ class Estimate:
 
     @property
     def peak(self) -> int:
-        return max(sum(self.parts.values()), self.update)
+        return max(sum(self.parts.values()), self.update) + self.elsewhere
 
 
 @frozen(eq=False)
@@ -137,6 +141,7 @@ def estimate(
     """
     model = engine.model
     layers = model.num_layers
+    elsewhere = _held_elsewhere(model, params)
     counts = _layer_counts(engine, work, *(ROUGH if rough else (STEADY, MORE)))
     more = counts[-1] - counts[0]
     probes = []
@@ -182,6 +187,7 @@ def estimate(
             "working": max(0, round(extra) - min(kept, round(extra))),
         },
         update=weights + own + reference + state + 2 * gradients + round(update),
+        elsewhere=elsewhere,
         seconds=seconds * work.tokens / micro.tokens,
         head=0 if rough else _head_memory(engine, micro.rows),
         attention=0 if rough else _attention_memory(engine, work),
@@ -198,6 +204,15 @@ def least_peak(engine: Engine, params: Params, optimizer: LiveOptimizer, work: W
     """Peak of the few layers that a rough estimate begins with: what the work takes at least."""
     count = _layer_counts(engine, work, *ROUGH)[0]
     return _probe(engine, params, optimizer, work.largest, count, once=True).peak
+
+
+def _held_elsewhere(model: Model, params: Params) -> int:
+    """Bytes of arrays that are neither weights nor parameters. Reads the weights."""
+    model.read()
+    own = {id(array): array for array in (*model.named_parameters().values(), *params.values())}
+    mx.eval(list(own.values()))
+    gc.collect()  # what is garbage now must not be freed amid a measurement
+    return max(0, mx.get_active_memory() - sum(array.nbytes for array in own.values()))
 
 
 def _layer_counts(engine: Engine, work: Workload, few: int, more: int) -> tuple[int, ...]:

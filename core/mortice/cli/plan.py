@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 BAR = 44
 """Characters of a bar."""
+NOTEWORTHY = 0.01
+"""Share of the peak from which on what is held beside the run is shown."""
 
 
 def plan(file: Path, *, json: bool = False, flags: RunFlags | None = None) -> None:
@@ -56,6 +58,7 @@ def _facts(ready: Prepared, estimate: Estimate, messages: list[str]) -> Mapping[
         "peak": estimate.peak,
         "parts": dict(estimate.parts),
         "update": estimate.update,
+        "elsewhere": estimate.elsewhere,
         "head": estimate.head,
         "attention": estimate.attention,
         "seconds_per_step": estimate.seconds,
@@ -86,8 +89,10 @@ def _show(ready: Prepared, estimate: Estimate, limit: int | None) -> None:
         for name in PARTS
         if (size := estimate.parts[name]) or name == "working"
     ]
+    if estimate.elsewhere > NOTEWORTHY * estimate.peak:
+        rows.append(("elsewhere", readable(estimate.elsewhere), _bar(estimate.elsewhere, whole), "held beside the run"))
     rows.append(("peak", readable(estimate.peak), _bar(estimate.peak, whole), ""))
-    if estimate.update == estimate.peak:
+    if estimate.update > sum(estimate.parts.values()):
         rows[-1] = (*rows[-1][:3], "while the optimizer steps")
     if limit is not None:
         rows.append(("limit", readable(limit), _bar(limit, whole), "train.memory_limit"))
