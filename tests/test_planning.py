@@ -32,8 +32,6 @@ from mortice_plugins.layouts.separate import Separate
 from mortice_plugins.losses.orpo import ORPO
 from mortice_plugins.optimizers.adam import AdamW
 
-pytestmark = pytest.mark.usefixtures("in_step")
-
 VOCAB = 1024
 SMALL: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 12, "num_attention_heads": 4,
