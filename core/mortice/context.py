@@ -1,7 +1,7 @@
-"""Attention, positions and keyed randomness of a forward pass: they belong to a context, not to the model.
+"""Attention, recurrence, positions and keyed randomness of a forward pass: they belong to a context, not to the model.
 
-A model adapter is written once, for plain sequences: it calls `ctx.rope(x, …)` and `ctx.attend(q, k, v, …)` on
-`[T, H, d]`. `SpanContext` trains on any forest of spans; `CacheContext` decodes.
+A model adapter is written once, for plain sequences: it calls `ctx.rope(x, …)`, `ctx.attend(q, k, v, …)` on
+`[T, H, d]` and `ctx.scan(…)`. `SpanContext` trains on any forest of spans; `CacheContext` decodes.
 
 No `[T, T]` mask is ever built. A span attends to `[its ancestors' keys ; its own keys]`, causal and aligned to the
 lower right. Sliding windows go in blocks of queries against the keys they can reach, and long attention in chunks of
@@ -10,11 +10,12 @@ queries; both are recomputed in the backward, so their memory is that of one blo
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -34,6 +35,11 @@ if TYPE_CHECKING:
 
 CACHE_STEP = 256
 """Tokens by which a K/V cache grows."""
+
+State: TypeAlias = "tuple[mx.array, ...]"
+"""What a recurrence carries from token to token."""
+Recurrence: TypeAlias = "Callable[[tuple[mx.array, ...], State | None], tuple[mx.array, State]]"
+"""(arrays `[T, …]` of consecutive tokens, state before them, None at a beginning) → (`[T, …]`, state behind them)."""
 
 _active: ContextVar[Context | None] = ContextVar("mortice_context", default=None)
 
@@ -80,6 +86,11 @@ class Context:
         that one's index."""
         raise NotImplementedError
 
+    def scan(self, recurrence: Recurrence, *inputs: mx.array, layer: int = 0) -> mx.array:
+        """A recurrence over the tokens of each sequence: `inputs [T, …]` → `[T, …]`. A sequence goes on from the state
+        of the one that it branches from. `layer` names the state when decoding."""
+        raise NotImplementedError
+
     def tokenwise(self, module: nn.Module, x: mx.array) -> mx.array:
         """`module(x)` for what acts on each token alone, in chunks of tokens where that saves memory."""
         return module(x)
@@ -115,6 +126,29 @@ def runs(spans: Sequence[Span]) -> list[Run]:
                 parent = spans[parent].parent
             found.append(Run(span.start, span.stop, tuple(reversed(path))))
         last = index
+    return found
+
+
+@frozen
+class Piece:
+    """Tokens `[start, stop)` that a recurrence goes through at once, from the state behind token `after` − 1 (None: a
+    beginning)."""
+
+    start: int
+    stop: int
+    after: int | None
+
+
+def pieces(runs: Sequence[Run]) -> list[Piece]:
+    """The fewest pieces: a run is cut where another one branches off."""
+    branches = {run.ancestors[-1][1] for run in runs if run.ancestors}
+    found: list[Piece] = []
+    for run in runs:
+        cuts = [run.start, *sorted(b for b in branches if run.start < b < run.stop), run.stop]
+        after = run.ancestors[-1][1] if run.ancestors else None
+        for start, stop in pairwise(cuts):
+            found.append(Piece(start, stop, after))
+            after = stop
     return found
 
 
@@ -183,6 +217,15 @@ class SpanContext(Context):
             own_k, own_v = (_gather(x, ranges) for x in (k, v))
             parts.append(causal_attention(queries, own_k, own_v, scale, window=window, chunk=self._attention_chunk))
         return mx.concatenate(parts, axis=2)[0].swapaxes(0, 1)
+
+    def scan(self, recurrence: Recurrence, *inputs: mx.array, layer: int = 0) -> mx.array:
+        states: dict[int | None, State | None] = {None: None}
+        outs = []
+        for piece in pieces(self.runs):
+            own = tuple(x[piece.start : piece.stop] for x in inputs)
+            out, states[piece.stop] = recurrence(own, states[piece.after])
+            outs.append(out)
+        return outs[0] if len(outs) == 1 else mx.concatenate(outs)
 
     def _stretch(self, run: Run, heads: int, window: int | None) -> Stretch:
         length = run.stop - run.start
@@ -297,7 +340,7 @@ def _gather(x: mx.array, ranges: Sequence[tuple[int, int]]) -> mx.array:
 
 
 class CacheContext(Context):
-    """Decoding one sequence: keys and values of earlier tokens are kept by layer.
+    """Decoding one sequence: keys and values of earlier tokens, and states of recurrences, are kept by layer.
 
     Each forward takes the tokens that come next; `advance(n)` says that they are done.
     """
@@ -307,6 +350,9 @@ class CacheContext(Context):
         self.offset = 0
         self._cache: dict[int, tuple[mx.array, mx.array]] = {}
         self._length: dict[int, int] = {}
+        self._states: dict[int, State] = {}
+        self._next: dict[int, State] = {}
+        """States behind the tokens that are not done yet."""
 
     def rope(
         self, x: mx.array, dims: int, *, base: float | None = None, scale: float = 1.0, freqs: mx.array | None = None,
@@ -326,12 +372,18 @@ class CacheContext(Context):
         keys, values = (x[:, :, :end] for x in self._cache[layer])
         return causal_attention(q, keys, values, scale, window=window)[0].swapaxes(0, 1)
 
+    def scan(self, recurrence: Recurrence, *inputs: mx.array, layer: int = 0) -> mx.array:
+        out, self._next[layer] = recurrence(inputs, self._states.get(layer))
+        return out
+
     def advance(self, tokens: int) -> None:
         self.offset += tokens
+        self._states |= self._next
+        self._next = {}
 
     def arrays(self) -> list[mx.array]:
         """What the cache holds, to be evaluated."""
-        return [x for pair in self._cache.values() for x in pair]
+        return [x for held in (self._cache, self._states) for kept in held.values() for x in kept]
 
     def _write(self, layer: int, k: mx.array, v: mx.array, end: int) -> None:
         held = self._cache.get(layer)

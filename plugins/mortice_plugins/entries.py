@@ -144,6 +144,12 @@ gemma4 = _plugin(
     "Gemma 4 text decoders: E2B, E4B, 12B, 31B, 26B-A4B.",
     "gemma4",
 )
+qwen3_5 = _plugin(
+    "model",
+    "mortice_plugins.models.qwen3_5:Qwen35Adapter",
+    "Qwen3.5 dense text decoders: gated delta rule and attention.",
+    "qwen3_5",
+)
 preference = _plugin(
     "data",
     "mortice_plugins.formats.preference:Preference",

@@ -7,16 +7,17 @@ transformers. Multimodal configs hold the text decoder's in `text_config`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
-from attrs import field, frozen
+from attrs import frozen
 
 from mortice.errors import CheckpointError, suggest
+from mortice_plugins.models.config_keys import Keys
 from mortice_plugins.models.llama import Rope
 
+FAMILY = "Gemma 4"
 TEXT_TYPES = ("gemma4_text", "gemma4_unified_text")
 MULTIMODAL_TYPES = ("gemma4", "gemma4_unified")
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -86,7 +87,7 @@ class Gemma4Config:
         text = config.get("text_config") if nested else config
         if not isinstance(text, Mapping):
             raise CheckpointError(f"config.json lacks 'text_config', which a {config.get('model_type')} model needs")
-        keys = _Keys(text, "text_config." if nested else "")
+        keys = Keys(FAMILY, text, "text_config." if nested else "")
         for key, allowed in (
             ("hidden_activation", (None, ACTIVATION)),
             ("use_bidirectional_attention", (None, "vision", False)),
@@ -118,51 +119,7 @@ class Gemma4Config:
         )
 
 
-@frozen
-class _Keys:
-    """A table of the config, and how its keys are called in messages."""
-
-    table: Mapping[str, Any]
-    prefix: str = field(default="")
-
-    def error(self, key: str, message: str) -> CheckpointError:
-        return CheckpointError(f"config.json: {self.prefix}{key} {message}")
-
-    def lacks(self, key: str) -> CheckpointError:
-        return CheckpointError(f"config.json lacks {self.prefix + key!r}, which a Gemma 4 model needs")
-
-    def size(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """A whole number. Raises CheckpointError where it is something else, or needed and absent."""
-        value = self.table.get(key)
-        if value is None and default is None:
-            raise self.lacks(key)
-        if value is None:
-            # null says that there is none where there can be none.
-            return 0 if key in self.table and not least else default
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self.error(key, f"must be a whole number of {least} or more, found {value!r}")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A number above 0. Raises CheckpointError where it is something else, or needed and absent."""
-        value = self.table.get(key)
-        value = default if value is None else value
-        if value is None:
-            raise self.lacks(key)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise self.error(key, f"must be a number above 0, found {value!r}")
-        return float(value)
-
-    def within(self, key: str, default: Mapping[str, Any] | None = None) -> _Keys:
-        """The table under a key."""
-        value = self.table.get(key)
-        value = default if value is None else value
-        if not isinstance(value, Mapping):
-            raise self.error(key, f"must be a table, found {value!r}")
-        return _Keys(value, f"{self.prefix}{key}.")
-
-
-def _layers(keys: _Keys) -> tuple[Layer, ...]:
+def _layers(keys: Keys) -> tuple[Layer, ...]:
     count = keys.size("num_hidden_layers")
     kinds = _kinds(keys, count)
     donors = _donors(keys, kinds)
@@ -195,7 +152,7 @@ def _layers(keys: _Keys) -> tuple[Layer, ...]:
     return tuple(layers)
 
 
-def _kinds(keys: _Keys, count: int) -> Sequence[str]:
+def _kinds(keys: Keys, count: int) -> Sequence[str]:
     """The attention of each layer; five sliding ones and a full one in turn where the config does not say."""
     kinds = keys.table.get("layer_types")
     if kinds is None:
@@ -213,7 +170,7 @@ def _kinds(keys: _Keys, count: int) -> Sequence[str]:
     return kinds
 
 
-def _donors(keys: _Keys, kinds: Sequence[str]) -> list[int | None]:
+def _donors(keys: Keys, kinds: Sequence[str]) -> list[int | None]:
     """Of each layer the one whose keys and values it shares: the last of its kind before all sharers."""
     shared = keys.size("num_kv_shared_layers", 0, least=0)
     first = len(kinds) - shared
@@ -226,10 +183,10 @@ def _donors(keys: _Keys, kinds: Sequence[str]) -> list[int | None]:
     return donors
 
 
-def _own_keys(keys: _Keys, count: int) -> list[_Keys]:
+def _own_keys(keys: Keys, count: int) -> list[Keys]:
     """What `per_layer_config` says of each layer. Its keys are layer numbers, maybe with zeros in front."""
     every = keys.within("per_layer_config", {})
-    tables = [_Keys({}) for _ in range(count)]
+    tables = [Keys(FAMILY, {}) for _ in range(count)]
     for number in every.table:
         if not str(number).isdigit() or int(number) >= count:
             raise every.error(str(number), f"is none of the {count} layers")
@@ -242,7 +199,7 @@ def _own_keys(keys: _Keys, count: int) -> list[_Keys]:
     return tables
 
 
-def _rope(keys: _Keys, dims: int) -> Rope:
+def _rope(keys: Keys, dims: int) -> Rope:
     kind = keys.table.get("rope_type", "default")
     theta, partial = keys.number("rope_theta"), keys.number("partial_rotary_factor", 1.0)
     if kind not in ("default", "proportional"):
