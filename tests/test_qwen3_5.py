@@ -83,7 +83,7 @@ def test_logits_and_gradients_equal_transformers(tmp_path):
     config = transformers.Qwen3_5TextConfig(
         **{k: v for k, v in CONFIG.items() if k not in ("model_type", "initializer_range")},
         rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
-        initializer_range=0.3, pad_token_id=None,
+        initializer_range=0.1, pad_token_id=None,
     )  # fmt: skip
     torch.manual_seed(0)
     theirs = transformers.Qwen3_5ForCausalLM(config)
@@ -97,7 +97,7 @@ def test_logits_and_gradients_equal_transformers(tmp_path):
     ids = [int(i) for i in torch.randint(0, 41, (150,))]
     theirs = theirs.double()
     out = theirs(torch.tensor([ids])).logits[0]
-    assert distance(logits(ours.model, ids), mx.array(out.detach().numpy())) < 2e-4
+    assert distance(logits(ours.model, ids), mx.array(out.detach().float().numpy())) < 5e-5
     loss = -out.log_softmax(-1)[torch.arange(99, 149), torch.tensor(ids[100:])].mean()
     loss.backward()
     expected = {}

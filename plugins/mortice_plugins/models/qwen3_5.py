@@ -320,7 +320,8 @@ class Qwen35(Model):
         named = {self.own_name(name): value for name, value in weights.items()}
         named = {n: w for n, w in named.items() if not (self._c.tied and n.startswith("lm_head."))}
         filters = [name for name in named if name.endswith("linear_attn.conv1d.weight")]
-        if not any(named[name].shape[-1] != 1 for name in filters):
+        of_mlx_lm = all(named[name].shape[-1] == 1 for name in filters)
+        if of_mlx_lm and (filters or any(name.startswith(MLX_LM) for name in weights)):
             return named
         for name in filters:
             if named[name].ndim != 3:
