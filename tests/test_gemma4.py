@@ -37,7 +37,7 @@ from mortice_plugins.losses.orpo import ORPO
 from mortice_plugins.models import gemma4, gemma4_config
 from mortice_plugins.models.gemma4 import Gemma4Adapter
 from mortice_plugins.models.gemma4_config import FULL, SLIDING, Gemma4Config, proportional_freqs
-from mortice_plugins.models.gemma4_experts import Router, gathered
+from mortice_plugins.models.gemma4_experts import Router
 
 IDS = [5, 17, 3, 40, 31, 31, 2, 20, 33, 8, 11, 12]
 NAMES = ["e2b", "e4b", "31b", "26b_moe"]
@@ -331,24 +331,6 @@ def test_a_router_by_hand():
     assert found == pytest.approx({0: first, 1: 10 * (1 - first)}, rel=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-def test_gathered_products_equal_a_loop(dtype):
-    keys = mx.random.split(mx.random.key(0), 3)
-    x, seed = mx.random.normal((6, 4), key=keys[0]), mx.random.normal((6, 3), key=keys[1])
-    matrices, which = mx.random.normal((5, 3, 4), key=keys[2]).astype(dtype), [0, 0, 2, 2, 2, 4]
-
-    def loop(x, matrices):
-        return [mx.stack([x[i] @ matrices[e].astype(mx.float32).T for i, e in enumerate(which)])]
-
-    (found,), dx = mx.vjp(lambda x: [gathered(x, matrices, mx.array(which))], [x], [seed])
-    (expected,), pulled = mx.vjp(loop, [x, matrices], [seed])
-    assert distance(found, expected) < 1e-5
-    assert distance(dx[0], pulled[0]) < 1e-5
-    if dtype == mx.float32:
-        _, (_, dmatrices) = mx.vjp(lambda *p: [gathered(*p, mx.array(which))], [x, matrices], [seed])
-        assert distance(dmatrices, pulled[1]) < 1e-5
-
-
 def test_experts_equal_a_dense_sum():
     """All experts on all tokens, weighted by the router's weights or 0."""
     model = tiny(EXPERTS)
@@ -359,8 +341,9 @@ def test_experts_equal_a_dense_sum():
     np.put_along_axis(dense, np.array(chosen), np.array(weights), axis=1)
     expected = mx.zeros((7, 32))
     for e in range(4):
-        gate, up = mx.split(x @ block.experts.gate_up_proj[e].T, 2, axis=-1)
-        expected += mx.array(dense[:, e : e + 1]) * ((nn.gelu_approx(gate) * up) @ block.experts.down_proj[e].T)
+        stack = block.experts.switch_glu
+        gate, up = (x @ part.weight[e].T for part in (stack.gate_proj, stack.up_proj))
+        expected += mx.array(dense[:, e : e + 1]) * ((nn.gelu_approx(gate) * up) @ stack.down_proj.weight[e].T)
     assert distance(block.experts(x, chosen, weights), expected) < 1e-5
 
 
@@ -371,7 +354,12 @@ def test_experts_are_frozen_or_train_by_choice():
     _, attention = trained(EXPERTS, LoRA(rank=2, targets=("self_attn.*",)))
     assert not [name for name in attention if "router" in name]
     _, full = trained(EXPERTS, FullWeights())
-    assert {"model.layers.0.experts.gate_up_proj", "model.layers.0.experts.down_proj"} <= set(full)
+    stack = "model.layers.0.experts.switch_glu"
+    assert {f"{stack}.{part}_proj.weight" for part in ("gate", "up", "down")} <= set(full)
+    _, experts = trained(EXPERTS, LoRA(rank=2, targets=("experts.*",)))
+    assert experts[f"{stack}.up_proj.lora_a"].shape == (4, 2, 32)
+    assert experts[f"{stack}.up_proj.lora_b"].shape == (4, 32, 2)
+    assert len(experts) == 3 * 3 * 2
 
 
 def test_experts_in_chunks_of_tokens_give_the_same():
@@ -439,22 +427,74 @@ def test_dead_weights_are_dropped_and_never_required(tmp_path):
     assert distance(logits(found.model), logits(text)) == 0
 
 
-def test_experts_as_mlx_lm_stores_them(tmp_path):
-    text = tiny(EXPERTS)
+def transformers_experts(model) -> dict[str, mx.array]:
+    """The weights with each layer's experts in two tensors, as transformers has them."""
     weights = {}
-    for name, value in text.named_parameters().items():
-        stem, mark, rest = name.partition(".experts.")
+    for name, value in model.named_parameters().items():
+        stem, mark, part = name.partition(".switch_glu.")
         if not mark:
             weights[name] = value
-            continue
-        parts = {"down": value} if rest == "down_proj" else dict(zip(("gate", "up"), mx.split(value, 2, axis=1)))
-        weights |= {f"{stem}.experts.switch_glu.{part}_proj.weight": array for part, array in parts.items()}
-    found = load(write(tmp_path / "float", weights, EXPERTS), plugins=PLUGINS)
+        elif part == "down_proj.weight":
+            weights[f"{stem}.down_proj"] = value
+        elif part == "gate_proj.weight":
+            up = model.named_parameters()[f"{stem}.switch_glu.up_proj.weight"]
+            weights[f"{stem}.gate_up_proj"] = mx.concatenate([value, up], axis=1)
+    return weights
+
+
+def test_experts_as_transformers_stores_them(tmp_path):
+    text = tiny(EXPERTS)
+    found = load(write(tmp_path, transformers_experts(text), EXPERTS), plugins=PLUGINS)
     assert found.ignored == ()
     assert distance(logits(found.model), logits(text)) == 0
-    packed = weights | {"model.layers.0.experts.switch_glu.up_proj.scales": mx.ones((4, 32, 1))}
-    with pytest.raises(CheckpointError, match=r"experts\.switch_glu\.up_proj.*packed experts are not supported"):
-        load(write(tmp_path / "packed", packed, EXPERTS), plugins=PLUGINS)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packed_experts_equal_their_floats(tmp_path, bits):
+    """As every packed checkpoint has them; with LoRA on them too."""
+    packed, plain = {}, {}
+    for name, value in tiny(EXPERTS).named_parameters().items():
+        if ".switch_glu." not in name:
+            packed[name] = plain[name] = value
+            continue
+        parts, stem = mx.quantize(value, group_size=32, bits=bits), name.removesuffix(".weight")
+        packed |= dict(zip((name, f"{stem}.scales", f"{stem}.biases"), parts))
+        plain[name] = mx.dequantize(*parts, group_size=32, bits=bits)
+    config = EXPERTS | {"quantization": {"group_size": 32, "bits": bits}}
+    models = [load(write(tmp_path / f"{i}", w, c), plugins=PLUGINS).model
+              for i, (w, c) in enumerate(((packed, config), (plain, EXPERTS)))]  # fmt: skip
+    assert distance(*(logits(model) for model in models)) < 1e-4
+    assert distance(*(logits(model, IDS[:1]) for model in models)) < 1e-4  # few rows go to the packed ones
+    steps = []
+    for model in models:
+        params = LoRA(rank=2, targets=("experts.*", "q_proj")).attach(model, 0)
+        params = {n: p + 0.05 * mx.random.normal(p.shape, key=mx.random.key(i))
+                  for i, (n, p) in enumerate(params.items())}  # fmt: skip
+        model.mark_trainable(params)
+        steps += [
+            engine(model, backward).gradients(params, PAIRS)[1] for backward in (Full(), Segmented(segment_size=1))
+        ]
+    assert all(mx.abs(value).max().item() > 0 for value in steps[0].values())
+    for found in steps[1:]:
+        assert relative(found, steps[0]) < 1e-4
+
+
+def test_experts_and_their_adapters_go_to_mlx_lm_and_back(tmp_path):
+    utils = pytest.importorskip("mlx_lm")
+    text = tiny(EXPERTS)
+    spelled_out = EXPERTS | {"num_kv_shared_layers": 0, "use_double_wide_mlp": False}  # mlx-lm has other defaults
+    write_tokenizer(write(tmp_path / "model", transformers_experts(text), spelled_out))
+    for strategy in (LoRA(rank=2, targets=("experts.*", "router.proj")), FullWeights()):
+        folder = tmp_path / type(strategy).__name__
+        model = load(tmp_path / "model", plugins=PLUGINS).model
+        params = {n: p + 0.1 for n, p in strategy.attach(model, 0).items()}
+        model.bind(params)
+        strategy.save(model, params, folder)
+        assert distance(logits(model), logits(text)) > 0.1
+        theirs, _ = utils.load(str(tmp_path / "model"), adapter_path=str(folder))
+        assert distance(theirs(mx.array([IDS]))[0], logits(model)) < 1e-4
+        again = load(tmp_path / "model", plugins=PLUGINS, adapter=folder)
+        assert distance(logits(again.model), logits(model)) < 1e-6
 
 
 @pytest.mark.parametrize("strategy", [LoRA(rank=2), FullWeights()], ids=["lora", "full"])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mortice import linear
-from mortice.linear import Embedding, Linear, Quantization, QuantizedEmbedding, QuantizedLinear, quantized
+from mortice.linear import Embedding, Linear, Quantization, QuantizedEmbedding, QuantizedLinear, Stacked, quantized
 from mortice.model import Output
 
 AFFINE = [Quantization(bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)]
@@ -175,3 +175,51 @@ def test_a_few_rows_meet_packed_weights_as_they_are(rows):
     assert mx.abs(gradient - want).max().item() < 1e-3 * mx.abs(want).max().item()
     output = Output(*packed[:1], "lm_head.weight", *packed[1:], 32, 4)
     assert mx.abs(output.project(x) - x @ plain.T).max().item() < 1e-4
+
+
+# Stacks
+
+
+def _apart(a, b) -> float:
+    return mx.abs(a - b).max().item()
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_a_stack_equals_a_loop(dtype):
+    keys = mx.random.split(mx.random.key(0), 3)
+    x, seed = mx.random.normal((6, 4), key=keys[0]), mx.random.normal((6, 3), key=keys[1])
+    matrices, which = mx.random.normal((5, 3, 4), key=keys[2]).astype(dtype), [0, 0, 2, 2, 2, 4]
+
+    def stacked(weight):
+        module = Stacked(5, 4, 3)
+        module.weight = weight
+        return module
+
+    def loop(x, matrices):
+        return [mx.stack([x[i] @ matrices[e].astype(mx.float32).T for i, e in enumerate(which)])]
+
+    (found,), dx = mx.vjp(lambda x: [stacked(matrices)(x, mx.array(which))], [x], [seed])
+    (expected,), pulled = mx.vjp(loop, [x, matrices], [seed])
+    assert _apart(found, expected) < 1e-5
+    assert _apart(dx[0], pulled[0]) < 1e-5
+    if dtype == mx.float32:
+        _, (_, dmatrices) = mx.vjp(lambda *p: [stacked(p[1])(p[0], mx.array(which))], [x, matrices], [seed])
+        assert _apart(dmatrices, pulled[1]) < 1e-5
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+@pytest.mark.parametrize("q", [Quantization(4, 32), Quantization(8, 32), *FLOATING], ids=str)
+def test_a_packed_stack_equals_its_floats(q, rows):
+    """Few rows meet packed matrices as they are, many unpacked ones."""
+    keys = mx.random.split(mx.random.key(0), 3)
+    x, which = mx.random.normal((rows, 32), key=keys[0]), mx.sort(mx.random.randint(0, 3, (rows,), key=keys[1]))
+    parts = mx.quantize(mx.random.normal((3, 8, 32), key=keys[2]), group_size=q.group_size, bits=q.bits, mode=q.mode)
+    floats, packed = Stacked(3, 32, 8), quantized(Stacked(3, 32, 8), q)
+    floats.weight = q.dequantize(*parts, *[None] * (3 - len(parts)))
+    dict.update(packed, dict(zip(("weight", "scales", "biases"), parts)))
+    assert packed.shape == (3, 8, 32)
+    seed = mx.ones((rows, 8))
+    (found,), (dx,) = mx.vjp(lambda x: [packed(x, which)], [x], [seed])
+    (expected,), (pulled,) = mx.vjp(lambda x: [floats(x, which)], [x], [seed])
+    assert _apart(found, expected) < 1e-4
+    assert _apart(dx, pulled) < 1e-4

@@ -1,4 +1,4 @@
-"""Linear layers and embeddings over weights as they are stored: float32, bfloat16, float16 or quantized.
+"""Linear layers, stacks of them, embeddings, over weights as they are stored: float32, bfloat16, float16 or quantized.
 
 On a GPU the products run on the stored weights. MLX's CPU products are fast in float32 alone, so there a weight of
 another type is brought to float32 on the fly, forward and backward, and never kept for the backward.
@@ -6,7 +6,7 @@ another type is brought to float32 on the fly, forward and backward, and never k
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +15,8 @@ from attrs import frozen
 
 FEW = 2
 """Rows up to which the CPU multiplies packed weights as they are (decoding); unpacking pays from the third on."""
+FEW_EACH = 8
+"""The same for a stack: rows are tokens times experts."""
 
 
 @frozen
@@ -36,10 +38,11 @@ class Quantization:
         return mx.dequantize(weight, scales, biases, group_size=self.group_size, bits=self.bits, mode=self.mode)
 
 
-def packed_zeros(rows: int, columns: int, q: Quantization) -> dict[str, mx.array]:
-    """Places for a packed matrix, in MLX's shapes; never computed."""
-    groups = (rows, columns // q.group_size)
-    packed = {"weight": mx.zeros((rows, columns * q.bits // 32), mx.uint32), "scales": mx.zeros(groups)}
+def packed_zeros(shape: Sequence[int], q: Quantization) -> dict[str, mx.array]:
+    """Places for packed matrices of this shape, in MLX's shapes; never computed."""
+    *rows, columns = shape
+    groups = (*rows, columns // q.group_size)
+    packed = {"weight": mx.zeros((*rows, columns * q.bits // 32), mx.uint32), "scales": mx.zeros(groups)}
     return packed | ({"biases": mx.zeros(groups)} if q.mode == "affine" else {})
 
 
@@ -98,27 +101,34 @@ class Linear(nn.Module):
 class Packed(nn.Module):
     """Packed rows, with the scales and offsets of their groups."""
 
-    def __init__(self, rows: int, columns: int, quantization: Quantization) -> None:
+    def __init__(self, shape: Sequence[int], quantization: Quantization) -> None:
         super().__init__()
         self._quantization = quantization
-        self._shape = (rows, columns)
-        dict.update(self, packed_zeros(rows, columns, quantization))
+        self._shape = tuple(shape)
+        dict.update(self, packed_zeros(shape, quantization))
 
     @property
     def quantization(self) -> Quantization:
         return self._quantization
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns, unpacked."""
+    def shape(self) -> tuple[int, ...]:
+        """That of the matrix, or of the stack of them, unpacked."""
         return self._shape
+
+    def _stored(self) -> list[mx.array]:
+        biases = self.get("biases")
+        return [self.weight, self.scales, *([] if biases is None else [biases])]
+
+    def _unpack(self, weight: mx.array, scales: mx.array, biases: mx.array | None = None) -> mx.array:
+        return self._quantization.dequantize(weight, scales, biases)
 
 
 class QuantizedLinear(Packed):
     """`Linear` over packed rows."""
 
     def __init__(self, inputs: int, outputs: int, quantization: Quantization, bias: bool = False) -> None:
-        super().__init__(outputs, inputs, quantization)
+        super().__init__((outputs, inputs), quantization)
         if bias:
             self.bias = mx.zeros((outputs,))
 
@@ -134,17 +144,77 @@ class QuantizedLinear(Packed):
         q = self._quantization
         biases = self.get("biases")
         if on_cpu() and x.shape[0] > FEW:
-            stored = [self.weight, self.scales, *([] if biases is None else [biases])]
-
-            def unpack(weight: mx.array, scales: mx.array, biases: mx.array | None = None) -> mx.array:
-                return q.dequantize(weight, scales, biases)
-
-            y = float32_product(x, stored, unpack)
+            y = float32_product(x, self._stored(), self._unpack)
         else:
             y = mx.quantized_matmul(
                 x, self.weight, self.scales, biases, transpose=True, group_size=q.group_size, bits=q.bits, mode=q.mode
             )
         return y + self.bias if "bias" in self else y
+
+
+class Stacked(nn.Module):
+    """Linear layers of one shape, stacked: `weight [E, out, in]`, each row of the input through one of them."""
+
+    def __init__(self, count: int, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = mx.zeros((count, outputs, inputs))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
+
+    def __call__(self, x: mx.array, which: mx.array) -> mx.array:
+        """`x [N, in]`, rising `which [N]` → `[N, out]`.
+
+        On the CPU weights that are not float32 are cast on the fly, forward and backward; those get no gradient.
+        """
+        if on_cpu() and self.weight.dtype != mx.float32:
+            return float32_products(x, [self.weight], lambda weight: weight, which)
+        return gathered(x, self.weight, which)
+
+
+class QuantizedStacked(Packed):
+    """`Stacked` over packed rows. On the CPU all matrices of the stack are unpacked for a product."""
+
+    def __call__(self, x: mx.array, which: mx.array) -> mx.array:
+        q = self._quantization
+        if on_cpu() and x.shape[0] > FEW * FEW_EACH:
+            return float32_products(x, self._stored(), self._unpack, which)
+        y = mx.gather_qmm(
+            x[:, None], self.weight, self.scales, self.get("biases"), rhs_indices=which, transpose=True,
+            group_size=q.group_size, bits=q.bits, mode=q.mode, sorted_indices=True,
+        )  # fmt: skip
+        return y[:, 0]
+
+
+def gathered(x: mx.array, matrices: mx.array, which: mx.array) -> mx.array:
+    """Each row times the transpose of its matrix: `x [N, in]`, `matrices [E, out, in]`, rising `which` → `[N, out]`."""
+    return _gathered(x, matrices.swapaxes(1, 2), which)
+
+
+def _gathered(x: mx.array, matrices: mx.array, which: mx.array) -> mx.array:
+    return mx.gather_mm(x[:, None], matrices, rhs_indices=which, sorted_indices=True)[:, 0]
+
+
+def float32_products(
+    x: mx.array, stored: list[mx.array], unpack: Callable[..., mx.array], which: mx.array
+) -> mx.array:  # fmt: skip
+    """`gathered` in float32, the matrices unpacked from `stored` for the forward and again for the backward, as in
+    `float32_product`. No gradient to them."""
+
+    def floats(after: mx.array) -> mx.array:
+        return unpack(*mx.depends(stored, [after])).astype(mx.float32)
+
+    @mx.custom_function
+    def product(x: mx.array) -> mx.array:
+        return gathered(x, floats(x), which)
+
+    @product.vjp
+    def product_vjp(primals: Any, cotangent: mx.array, _: Any) -> mx.array:
+        return _gathered(cotangent, floats(cotangent), which)
+
+    y: mx.array = product(x.astype(mx.float32))  # type: ignore[assignment]
+    return y.astype(x.dtype)
 
 
 class Embedding(nn.Module):
@@ -168,8 +238,14 @@ class QuantizedEmbedding(Packed):
 
 
 def quantized(module: nn.Module, quantization: Quantization) -> nn.Module:
-    """The packed twin of a linear layer or an embedding, without weights."""
-    rows, columns = module.weight.shape
+    """The packed twin of a linear layer, a stack of them or an embedding, without weights."""
+    shape = module.weight.shape
     if isinstance(module, Embedding):
-        return QuantizedEmbedding(rows, columns, quantization)
-    return QuantizedLinear(columns, rows, quantization, bias="bias" in module)
+        return QuantizedEmbedding(shape, quantization)
+    if isinstance(module, Stacked):
+        return QuantizedStacked(shape, quantization)
+    return QuantizedLinear(shape[1], shape[0], quantization, bias="bias" in module)
+
+
+PACKABLE = (Linear, Embedding, Stacked)
+"""Modules whose weight may be stored packed."""

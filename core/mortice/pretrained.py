@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cached_property
@@ -20,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from mortice import hub
 from mortice.errors import CheckpointError, ConfigError, suggest
-from mortice.linear import Embedding, Linear, Quantization, QuantizedEmbedding, QuantizedLinear, on_cpu, quantized
+from mortice.linear import PACKABLE, Packed, Quantization, on_cpu, quantized
 from mortice.model import Model
 from mortice.randomness import stable_key
 
@@ -241,11 +242,11 @@ def _quantize(model: Model, config: Mapping[str, Any], stored: Mapping[str, mx.a
     for name, module, put in list(model.named_modules()):
         scales = names.get(f"{name}.scales")
         own = table.get(name, table.get(model.mlx_lm_name(name)))
-        if scales is None or own is False or not isinstance(module, (Linear, Embedding)):
+        if scales is None or own is False or not isinstance(module, PACKABLE):
             continue
-        packed, inputs = names[f"{name}.weight"], module.weight.shape[1]
+        packed, inputs = names[f"{name}.weight"], module.weight.shape[-1]
         mode = "affine" if scales.dtype in FLOATS else _mode(packed, inputs, scales)
-        found = Quantization(packed.shape[1] * 32 // inputs, inputs // scales.shape[1], mode)
+        found = Quantization(packed.shape[-1] * 32 // inputs, inputs // scales.shape[-1], mode)
         _check_packing(name, found, own if isinstance(own, Mapping) else {})
         put(quantized(module, found))
     model.invalidate()
@@ -267,9 +268,9 @@ def _check_packing(name: str, found: Quantization, stated: Mapping[str, Any]) ->
 
 def _mode(packed: mx.array, inputs: int, scales: mx.array) -> str:
     """Scales stored as bytes belong to the floating-point modes; they differ in bits and group size."""
-    if packed.shape[1] * 32 // inputs == 8:
+    if packed.shape[-1] * 32 // inputs == 8:
         return "mxfp8"
-    return "nvfp4" if inputs // scales.shape[1] == 16 else "mxfp4"
+    return "nvfp4" if inputs // scales.shape[-1] == 16 else "mxfp4"
 
 
 def put_weights(model: Model, stored: dict[str, mx.array], dtype: str, folder: Path) -> tuple[str, ...]:
@@ -309,9 +310,8 @@ def _of(name: str, packed: Iterable[str]) -> bool:
 def _size(model: Model) -> int:
     total = 0
     for _, module, _ in model.named_modules():
-        if isinstance(module, (QuantizedLinear, QuantizedEmbedding)):
-            rows, columns = module.shape
-            total += rows * columns + (module["bias"].size if "bias" in module else 0)
+        if isinstance(module, Packed):
+            total += math.prod(module.shape) + (module["bias"].size if "bias" in module else 0)
         else:
             total += sum(value.size for value in module.values() if isinstance(value, mx.array))
     return total

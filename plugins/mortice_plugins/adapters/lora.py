@@ -20,7 +20,7 @@ from attrs import asdict, evolve, field, frozen
 
 from mortice import atomic
 from mortice.errors import CheckpointError, ConfigError, suggest
-from mortice.linear import Linear, QuantizedLinear
+from mortice.linear import Linear, QuantizedLinear, QuantizedStacked, Stacked, gathered
 from mortice.model import Model
 from mortice.options import ge, gt, option, optional
 from mortice.pretrained import open_weights, read_json, some
@@ -59,6 +59,31 @@ class LoRALinear(nn.Module):
         y = self._base(x)
         term = low_rank if x.dtype == mx.float32 else recomputed_low_rank
         return y + term(x, self.lora_a, self.lora_b, self._scale).astype(y.dtype)
+
+
+class LoRAStacked(nn.Module):
+    """A stack of linear layers (experts) with a low-rank term beside each: `A [E, r, in]`, `B [E, out, r]`."""
+
+    wraps = "_base"
+
+    def __init__(self, base: nn.Module, rank: int, scale: float) -> None:
+        super().__init__()
+        self._base, self._scale = base, scale
+        count, outputs, inputs = base.shape
+        self.lora_a = mx.zeros((count, rank, inputs))
+        self.lora_b = mx.zeros((count, outputs, rank))
+
+    @property
+    def scale(self) -> float:
+        return self._scale
+
+    def __call__(self, x: mx.array, which: mx.array) -> mx.array:
+        y = self._base(x, which)
+        h = gathered(x.astype(mx.float32), self.lora_a, which)  # [N, r]
+        return y + (self._scale * gathered(h, self.lora_b, which)).astype(y.dtype)
+
+
+ADAPTED = (LoRALinear, LoRAStacked)
 
 
 def low_rank(x: mx.array, a: mx.array, b: mx.array, scale: float) -> mx.array:
@@ -128,7 +153,7 @@ class LoRA:
         validator=_names,
         metadata={
             "help": "linear layers to adapt: names (`q_proj`), parts of names (`self_attn.*`) or full names, "
-            "with * and ?; default: every linear layer of the blocks"
+            "with * and ?; default: every linear layer of the blocks, not the experts of a mixture"
         },
     )
     layers: int | None = option(
@@ -152,7 +177,7 @@ class LoRA:
         fresh = {}
         for name, place in params.items():
             if name.endswith("lora_a"):
-                bound = 1 / math.sqrt(place.shape[0])
+                bound = 1 / math.sqrt(place.shape[0 if place.ndim == 2 else -1])
                 key = stable_key(seed, "adapter", name)
                 fresh[name] = mx.random.uniform(-bound, bound, place.shape, key=key)
         model.bind(fresh)
@@ -160,7 +185,7 @@ class LoRA:
 
     def _chosen(self, model: Model) -> list[str]:
         """Full names of the layers to adapt. Raises ConfigError listing what matches nothing and what there is."""
-        linear = linear_layers(model)
+        linear, stacks = linear_layers(model), expert_layers(model)
         if self.layers is not None and self.layers > model.num_layers:
             raise ConfigError(f"adapter.layers: {self.layers} asked for, the model has {model.num_layers}")
         if not linear:
@@ -168,6 +193,7 @@ class LoRA:
         if self.targets is None:
             chosen = list(linear)
         else:
+            linear |= stacks
             hits = {pattern: [n for n in linear if matches(pattern, n)] for pattern in self.targets}
             unmatched = [pattern for pattern, names in hits.items() if not names]
             if unmatched:
@@ -233,10 +259,18 @@ class LoRA:
 
 def linear_layers(model: Model) -> dict[str, int]:
     """Full name → decoder layer of every linear layer in the blocks."""
+    return _layers_of(model, (Linear, QuantizedLinear, nn.Linear, nn.QuantizedLinear))
+
+
+def expert_layers(model: Model) -> dict[str, int]:
+    """The same of stacks of linear layers."""
+    return _layers_of(model, (Stacked, QuantizedStacked))
+
+
+def _layers_of(model: Model, kinds: tuple[type, ...]) -> dict[str, int]:
     layers = {}
     for block in model.blocks:
         layers[block.path] = block.layer
-    kinds = (Linear, QuantizedLinear, nn.Linear, nn.QuantizedLinear)
     return {
         name: layer
         for name, module, _ in model.named_modules()
@@ -277,7 +311,8 @@ def wrap(model: Model, plan: Mapping[str, tuple[int, float]]) -> Params:
     """Put adapters of the planned rank and scale around linear layers; their zero parameters by full name."""
     for name, module, put in list(model.named_modules()):
         if name in plan:
-            put(LoRALinear(module, *plan[name]))
+            stacked = isinstance(module, (Stacked, QuantizedStacked))
+            put((LoRAStacked if stacked else LoRALinear)(module, *plan[name]))
     model.invalidate()
     named = model.named_parameters()
     return {f"{name}.{part}": named[f"{name}.{part}"] for name in plan for part in ("lora_a", "lora_b")}
@@ -285,7 +320,7 @@ def wrap(model: Model, plan: Mapping[str, tuple[int, float]]) -> Params:
 
 def scales_of(model: Model) -> dict[str, float]:
     """The scale of every adapted layer by full name."""
-    return {name: m.scale for name, m, _ in model.named_modules() if isinstance(m, LoRALinear)}
+    return {name: m.scale for name, m, _ in model.named_modules() if isinstance(m, ADAPTED)}
 
 
 def uniform(params: Params, scales: Mapping[str, float]) -> tuple[int, float, Params]:
@@ -300,8 +335,12 @@ def uniform(params: Params, scales: Mapping[str, float]) -> tuple[int, float, Pa
         short = rank - a.shape[1]
         if scales[module] != scale:
             b = b * (scales[module] / scale)
-        tensors[f"{module}.lora_a"] = mx.pad(a, [(0, 0), (0, short)]) if short else a
-        tensors[f"{module}.lora_b"] = mx.pad(b, [(0, short), (0, 0)]) if short else b
+        if short:  # of an expert, A is [r, in] and B [out, r]; else A is [in, r] and B [r, out]
+            rows, columns = [(0, short), (0, 0)], [(0, 0), (0, short)]
+            stack = [(0, 0)] * (a.ndim - 2)
+            a = mx.pad(a, [*stack, *(rows if stack else columns)])
+            b = mx.pad(b, [*stack, *(columns if stack else rows)])
+        tensors |= {f"{module}.lora_a": a, f"{module}.lora_b": b}
     return rank, scale, tensors
 
 
@@ -316,7 +355,7 @@ class Saved:
 
     def plan(self, model: Model) -> dict[str, tuple[int, float]]:
         """Rank and scale of every module. Raises CheckpointError for modules that the model does not have."""
-        linear = linear_layers(model)
+        linear = linear_layers(model) | expert_layers(model)
         unknown = [name for name in self.scales if name not in linear]
         if unknown:
             raise CheckpointError(f"{self.path}: the model has no linear layer {some(unknown)}")

@@ -16,7 +16,6 @@ from attrs import frozen
 
 from mortice.context import Context
 from mortice.elementwise import geglu
-from mortice.errors import CheckpointError
 from mortice.linear import Embedding, Linear
 from mortice.model import Block, Carry, Model, Output, Part, output_of
 from mortice.modules import slots
@@ -209,8 +208,6 @@ class Gemma4(Model):
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Names of transformers and of mlx-lm to the parts' own. What no layer reads goes: rotary tables, the output
         matrix of a tied checkpoint, keys and values of layers that share another one's.
-
-        Raises CheckpointError for packed experts.
         """
         dead = [f"{self._c.path}.layers.{i}.self_attn.{name}" for i, layer in enumerate(self._c.layers)
                 if layer.donor is not None for name in ("k_proj.", "v_proj.", "k_norm.")]  # fmt: skip
@@ -218,7 +215,7 @@ class Gemma4(Model):
             dead.append("lm_head.")
         named = {self.own_name(name): value for name, value in weights.items()}
         kept = {n: w for n, w in named.items() if "rotary_emb" not in n and not n.startswith(tuple(dead))}
-        return stacked(kept)
+        return split_experts(kept)
 
     def own_name(self, name: str) -> str:
         for prefix in (TRANSFORMERS, MLX_LM):
@@ -232,20 +229,18 @@ class Gemma4(Model):
         return MLX_LM + name.removeprefix(TRANSFORMERS) if name.startswith(TRANSFORMERS) else f"language_model.{name}"
 
 
-def stacked(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """mlx-lm's experts (`experts.switch_glu.gate_proj.weight`) as transformers has them: gate and up in one matrix."""
-    found = dict(weights)
-    for name in weights:
-        stem, mark, rest = name.partition("experts.switch_glu.")
-        if not mark:
-            continue
-        if not rest.endswith(".weight") or f"{name.removesuffix('weight')}scales" in weights:
-            raise CheckpointError(f"{name}: packed experts are not supported; use a checkpoint in float weights")
-        up = f"{stem}{mark}up_proj.weight"
-        if rest == "down_proj.weight":
-            found[f"{stem}experts.down_proj"] = found.pop(name)
-        elif rest == "gate_proj.weight" and up in weights:
-            found[f"{stem}experts.gate_up_proj"] = mx.concatenate([found.pop(name), found.pop(up)], axis=-2)
+def split_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """transformers' experts (gate and up in one tensor, gate first) under the names of mlx-lm's matrices."""
+    found = {}
+    for name, value in weights.items():
+        stem, mark, rest = name.rpartition(".experts.")
+        if mark and rest == "gate_up_proj":
+            for part, half in zip(("gate", "up"), mx.split(value, 2, axis=1)):
+                found[f"{stem}.experts.switch_glu.{part}_proj.weight"] = mx.contiguous(half)
+        elif mark and rest == "down_proj":
+            found[f"{stem}.experts.switch_glu.down_proj.weight"] = value
+        else:
+            found[name] = value
     return found
 
 

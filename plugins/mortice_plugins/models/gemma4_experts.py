@@ -1,18 +1,16 @@
 """The mixture of experts of Gemma 4: an exact router, and experts as stacked matrices `[E, out, in]`.
 
 The product of each token with its experts' matrices is a gathered one (`mx.gather_mm`), so that no expert runs on a
-token that did not choose it and no matrix is copied. What this leaves out: packed experts, a load-balancing loss.
+token that did not choose it and no matrix is copied. What this leaves out: a load-balancing loss.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mortice.elementwise import geglu
-from mortice.linear import Linear, on_cpu
+from mortice.linear import Linear, Stacked
 from mortice_plugins.models.gemma4_config import Gemma4Config
 
 
@@ -38,23 +36,34 @@ class Router(nn.Module):
         return chosen, weights * self.per_expert_scale[chosen]
 
 
-class Experts(nn.Module):
-    """Gated MLPs, stacked; gate and up are one matrix, gate first."""
+class GatedStack(nn.Module):
+    """Gated MLPs of one shape, under the names that mlx-lm gives their matrices."""
 
     def __init__(self, config: Gemma4Config) -> None:
         super().__init__()
         assert config.experts is not None
         count, width = config.experts.count, config.experts.intermediate
-        self.gate_up_proj = mx.zeros((count, 2 * width, config.hidden))
-        self.down_proj = mx.zeros((count, config.hidden, width))
+        self.gate_proj = Stacked(count, config.hidden, width)
+        self.up_proj = Stacked(count, config.hidden, width)
+        self.down_proj = Stacked(count, width, config.hidden)
+
+    def __call__(self, x: mx.array, which: mx.array) -> mx.array:
+        """`x [N, D]`, rising `which [N]` → `[N, D]`."""
+        return self.down_proj(geglu(self.gate_proj(x, which), self.up_proj(x, which)), which)
+
+
+class Experts(nn.Module):
+    """The experts of a layer: each token through those that its router chose."""
+
+    def __init__(self, config: Gemma4Config) -> None:
+        super().__init__()
+        self.switch_glu = GatedStack(config)
 
     def __call__(self, x: mx.array, chosen: mx.array, weights: mx.array) -> mx.array:
         """`x [T, D]`, experts and weights `[T, k]` → `[T, D]`."""
         tokens, each = chosen.shape
         order = mx.argsort(chosen.flatten())  # token and choice, expert by expert
-        experts = chosen.flatten()[order]
-        gate, up = mx.split(gathered(x[order // each], self.gate_up_proj, experts), 2, axis=-1)
-        y = gathered(geglu(gate, up), self.down_proj, experts)  # [T k, D]
+        y = self.switch_glu(x[order // each], chosen.flatten()[order])  # [T k, D]
         y = y[mx.argsort(order)].reshape(tokens, each, -1)
         return (y * weights[..., None].astype(y.dtype)).sum(axis=1)
 
@@ -68,34 +77,3 @@ class Routed(nn.Module):
 
     def __call__(self, h: mx.array) -> mx.array:
         return self.experts(self.norm(h), *self.router(h))
-
-
-def gathered(x: mx.array, matrices: mx.array, which: mx.array) -> mx.array:
-    """Rows times their matrices' transposes: `x [N, in]`, `matrices [E, out, in]`, rising `which [N]` → `[N, out]`.
-
-    On the CPU matrices that are not float32 are cast on the fly, forward and backward; those get no gradient.
-    """
-    if on_cpu() and matrices.dtype != mx.float32:
-        return _cast_product(x, matrices, which)
-    return _product(x, matrices.swapaxes(1, 2), which)
-
-
-def _product(x: mx.array, matrices: mx.array, which: mx.array) -> mx.array:
-    return mx.gather_mm(x[:, None], matrices, rhs_indices=which, sorted_indices=True)[:, 0]
-
-
-def _cast_product(x: mx.array, matrices: mx.array, which: mx.array) -> mx.array:
-    def floats(after: mx.array) -> mx.array:
-        """The matrices, not before `after` is there, as in `mortice.linear.float32_product`."""
-        return mx.depends([matrices], [after])[0].astype(mx.float32)
-
-    @mx.custom_function
-    def product(x: mx.array) -> mx.array:
-        return _product(x, floats(x).swapaxes(1, 2), which)
-
-    @product.vjp
-    def product_vjp(primals: Any, cotangent: mx.array, _: Any) -> mx.array:
-        return _product(cotangent, floats(cotangent), which)
-
-    y: Any = product(x.astype(mx.float32))
-    return y.astype(x.dtype)

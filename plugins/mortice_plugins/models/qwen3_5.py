@@ -347,7 +347,7 @@ class Qwen35(Model):
 class Qwen35Adapter:
     """Qwen3.5 dense text decoders: gated delta rule and attention."""
 
-    # With random weights a first token's value may be nearly 0; a norm with a small eps would make that of its rounding.
+    # With random weights what a first token reads may be nearly 0: a norm of small eps would show its rounding.
     examples: ClassVar = (
         {
             "model_type": PLAIN, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
