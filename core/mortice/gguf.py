@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from attrs import frozen
 
 from mortice import atomic
+from mortice.conversion import Converted, empty_target, quantization_table
 from mortice.errors import CheckpointError
 from mortice.gguf_header import read_header
 from mortice.linear import Quantization
@@ -50,16 +50,6 @@ SPLITS = {"smollm": None, "gpt-2": _GPT2, "default": _GPT2, "llama-bpe": _LLAMA3
 """How text is cut before BPE, by the file's `tokenizer.ggml.pre`."""
 
 
-@frozen
-class Converted:
-    """What a conversion made."""
-
-    path: Path
-    tensors: int
-    bytes: int
-    quantized: bool
-
-
 def convert_gguf(
     source: str | Path, target: str | Path, *, dequantize: bool = False, dtype: str = "float16"
 ) -> Converted:
@@ -67,11 +57,7 @@ def convert_gguf(
 
     Raises CheckpointError for a file that cannot be read or mapped, or a target that exists and is not empty.
     """
-    file, folder = Path(source).expanduser(), Path(target).expanduser().absolute()
-    if folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"{folder} is a file; the target is a folder")
-    if folder.exists() and any(folder.iterdir()):
-        raise CheckpointError(f"{folder} exists and is not empty")
+    file, folder = Path(source).expanduser(), empty_target(target)
     metadata = read_header(file).metadata
     config = make_config(metadata)
     arrays: dict[str, mx.array] = mx.load(str(file), format="gguf")  # type: ignore[assignment]
@@ -93,7 +79,12 @@ def convert_gguf(
         _write(part / "generation_config.json", {k: config[k] for k in ("bos_token_id", "eos_token_id") if k in config})
         write_tokenizer(part, metadata)
         size = sum(f.stat().st_size for f in part.iterdir())
-    return Converted(folder, len(weights), size, bool(packed))
+    stored = sum(value.nbytes for value in weights.values())
+    rows = (n for n in weights if not n.endswith((".scales", ".biases")))
+    count = sum(
+        weights[n].size * (32 // packed[s].bits if (s := n.removesuffix(".weight")) in packed else 1) for n in rows
+    )
+    return Converted(folder, len(weights), size, len(packed), 8 * stored / count)
 
 
 def make_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,17 +178,6 @@ def unpacked(
             rows = packed[stem].dequantize(array, weights[f"{stem}.scales"], weights.get(f"{stem}.biases"))
             out[name] = rows.astype(dtype)
     return out
-
-
-def quantization_table(packed: Mapping[str, Quantization]) -> dict[str, Any]:
-    """mlx's `quantization` key: the commonest rule, and what differs from it by layer."""
-    rules = list(packed.values())
-    common = max(set(rules), key=rules.count)
-    table: dict[str, Any] = {"group_size": common.group_size, "bits": common.bits, "mode": common.mode}
-    for name, rule in packed.items():
-        if rule != common:
-            table[name] = {"group_size": rule.group_size, "bits": rule.bits, "mode": rule.mode}
-    return table
 
 
 def write_tokenizer(folder: Path, metadata: Mapping[str, Any]) -> None:

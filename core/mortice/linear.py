@@ -27,7 +27,7 @@ class Quantization:
     group_size: int
     mode: str = "affine"
 
-    def dequantize(self, weight: mx.array, scales: mx.array, biases: mx.array | None) -> mx.array:
+    def dequantize(self, weight: mx.array, scales: mx.array, biases: mx.array | None = None) -> mx.array:
         """Packed rows to float rows `[out, in]`.
 
         On the CPU in float32 whatever the scales are stored in: half precision would round the rows once more, and is

@@ -71,6 +71,8 @@ class Model:
     """(id of module, attribute) of every parameter that trains."""
     buffers: frozenset[str] = frozenset()
     """Full names of stored numbers that are part of the function and never train."""
+    packing_rules: Mapping[str, int] = {}
+    """Bits that modules need at least when a checkpoint is packed, by pattern of their names."""
     unread: bool = False
     """Whether the weights are to be cast as they are read: see `read`."""
 
@@ -98,6 +100,11 @@ class Model:
     def mlx_lm_name(self, name: str) -> str:
         """What mlx-lm calls a parameter: the name under which adapters are saved."""
         return name
+
+    @property
+    def mlx_lm_config(self) -> Mapping[str, Any]:
+        """config.json with which mlx-lm loads weights under `mlx_lm_name`."""
+        return self.config
 
     @property
     def num_layers(self) -> int:

@@ -46,3 +46,25 @@ def spinner(*, quiet: bool = False) -> Iterator[Callable[[str], None]]:
         return
     with console.status("reading") as status:
         yield status.update
+
+
+@contextmanager
+def bar(what: str, *, quiet: bool = False) -> Iterator[Callable[[int, int, str], None]]:
+    """A function (done, all, the next one's name) that shows how far work with an end is, on a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda *_: None
+        return
+    columns = (
+        TextColumn(what),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[at]}"),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(what, total=None, at="")
+        yield lambda done, whole, at: progress.update(task, completed=done, total=whole, at=at)

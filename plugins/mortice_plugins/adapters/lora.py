@@ -6,7 +6,6 @@ What this leaves out: DoRA, dropout, adapters on embeddings and on the output ma
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import math
 import re
@@ -21,6 +20,7 @@ from attrs import asdict, evolve, field, frozen
 from mortice import atomic
 from mortice.errors import CheckpointError, ConfigError, suggest
 from mortice.linear import Linear, QuantizedLinear, QuantizedStacked, Stacked, gathered
+from mortice.matching import matches
 from mortice.model import Model
 from mortice.options import ge, gt, option, optional
 from mortice.pretrained import open_weights, read_json, some
@@ -285,11 +285,6 @@ def block_name(name: str) -> str:
     parts = name.split(".")
     number = next((i for i, part in enumerate(parts) if part.isdigit()), -1)
     return ".".join(parts[number + 1 :])
-
-
-def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern is the whole name or a dotted end of it; `*` and `?` as in the shell."""
-    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"*.{pattern}")
 
 
 def _unmatched(patterns: list[str], linear: Mapping[str, int]) -> str:

@@ -175,6 +175,8 @@ class FinalNorm(Part):
 class Gemma4(Model):
     """A Gemma 4 text decoder."""
 
+    packing_rules: ClassVar = {"router.proj": 8}
+
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
         c = self._c = Gemma4Config.read(config)

@@ -338,6 +338,11 @@ class Qwen35(Model):
                 return f"{self._c.path}.{name.removeprefix(prefix)}"
         return name.removeprefix("language_model.") if name.startswith("language_model.lm_head.") else name
 
+    @property
+    def mlx_lm_config(self) -> Mapping[str, Any]:
+        """mlx-lm knows the text decoder inside a multimodal config only."""
+        return self.config if self._c.multimodal else {"model_type": NESTED, "text_config": dict(self.config)}
+
     def mlx_lm_name(self, name: str) -> str:
         inside = name.removeprefix(f"{self._c.path}.")
         return f"language_model.{name}" if inside == name else MLX_LM + inside

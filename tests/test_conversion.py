@@ -1,0 +1,248 @@
+"""`mortice convert` of model folders: packings, rules, shards, what goes with the weights, who reads the result."""
+
+from __future__ import annotations
+
+import json
+
+import mlx.core as mx
+import pytest
+from test_gemma4 import EXPERTS, transformers_experts
+from test_qwen3_5 import in_transformers_form
+from test_qwen3_5 import tiny as tiny_qwen
+from tiny_llama import PLUGINS, checkpoint, distance, logits, write
+from tiny_run import write_tokenizer
+
+from mortice.cli import main
+from mortice.conversion import Packing, convert_checkpoint
+from mortice.errors import CheckpointError, ConfigError
+from mortice.linear import Packed
+from mortice.pretrained import load, random_model
+from mortice_plugins.models.qwen3_5 import Qwen35Adapter
+
+
+def opened(folder):
+    return load(folder, plugins=PLUGINS).model
+
+
+def packings(model) -> dict[str, tuple[int, int, str]]:
+    return {
+        name: (m.quantization.bits, m.quantization.group_size, m.quantization.mode)
+        for name, m, _ in model.named_modules()
+        if isinstance(m, Packed)
+    }
+
+
+def convert(source, target, packing):
+    return convert_checkpoint(source, target, packing=packing, plugins=PLUGINS)
+
+
+@pytest.mark.parametrize(
+    ("packing", "error"),
+    [
+        (Packing.of(8, 32), 0.01),
+        (Packing.of(4, 32), 0.1),
+        (Packing.of(6, 32), 0.03),
+        (Packing.of(mode="mxfp8"), 0.1),
+        (Packing.of(mode="mxfp4"), 0.4),
+        (Packing.of(mode="nvfp4"), 0.4),
+    ],
+    ids=["8", "4", "6", "mxfp8", "mxfp4", "nvfp4"],
+)
+def test_packed_near_the_floats_and_back(tmp_path, packing, error):
+    """What is unpacked again computes what the packed one does; `error`: of a weight, as a share of the largest."""
+    source = checkpoint(tmp_path / "source", num_hidden_layers=1)
+    made = convert(source, tmp_path / "packed", packing)
+    packed = opened(tmp_path / "packed")
+    assert made.quantized == len(packings(packed)) == 9
+    assert set(packings(packed).values()) == {(packing.common.bits, packing.common.group_size, packing.common.mode)}
+    back = convert_checkpoint(tmp_path / "packed", tmp_path / "back", dequantize=True, plugins=PLUGINS)
+    assert back.quantized == 0
+    assert distance(logits(opened(tmp_path / "back")), logits(packed)) < 1e-4
+    weights = opened(source).named_parameters()
+    for name, value in opened(tmp_path / "back").named_parameters().items():
+        assert distance(value, weights[name]) <= error * mx.abs(weights[name]).max().item(), name
+    assert "quantization" not in json.loads((tmp_path / "back" / "config.json").read_text())
+    assert made.bytes < 0.6 * back.bytes
+
+
+def test_rules_by_pattern(tmp_path):
+    source = checkpoint(tmp_path / "source")
+    rules = ("lm_head=none", "layers.1.mlp.*=8", "down_proj=8:64", "q_proj=mxfp4")
+    made = convert(source, tmp_path / "packed", Packing.of(4, 32, rules=rules))
+    found = packings(opened(tmp_path / "packed"))
+    assert "lm_head" not in found
+    assert found["model.layers.0.mlp.up_proj"] == (4, 32, "affine")
+    assert found["model.layers.1.mlp.up_proj"] == (8, 32, "affine")
+    assert found["model.layers.1.mlp.down_proj"] == (8, 32, "affine")  # the first rule that matches
+    assert found["model.layers.0.self_attn.q_proj"] == (4, 32, "mxfp4")
+    # 96 columns: no group of 64 divides them
+    assert made.left == ("model.layers.0.mlp.down_proj",)
+    assert "model.layers.0.mlp.down_proj" not in found
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ("q_porj=8", "rule for 'q_porj' matches no matrix of the model; did you mean 'q_proj'"),
+        ("q_proj", "is not of the form PATTERN=BITS"),
+        ("q_proj=7", "bits must be one of 2, 3, 4, 5, 6, 8, found 7"),
+        ("q_proj=8:48", "group size must be one of 32, 64, 128, found 48"),
+        ("q_proj=nome", "'nome' is neither bits, a mode nor none; did you mean 'none'"),
+    ],
+)
+def test_rules_that_are_refused(tmp_path, rule, message):
+    source = checkpoint(tmp_path / "source")
+    with pytest.raises(ConfigError, match=message):
+        convert(source, tmp_path / "packed", Packing.of(4, 32, rules=(rule,)))
+    assert not (tmp_path / "packed").exists()
+
+
+def test_a_packed_model_is_packed_anew(tmp_path):
+    source = checkpoint(tmp_path / "source")
+    convert(source, tmp_path / "8", Packing.of(8, 32))
+    convert(tmp_path / "8", tmp_path / "4", Packing.of(4, 32))
+    assert set(packings(opened(tmp_path / "4")).values()) == {(4, 32, "affine")}
+    name = "model.layers.0.self_attn.q_proj"
+    packed, weight = opened(tmp_path / "4"), opened(source).named_parameters()[f"{name}.weight"]
+    (module,) = (m for n, m, _ in packed.named_modules() if n == name)
+    unpacked = module.quantization.dequantize(module.weight, module.scales, module.biases)
+    assert 1e-4 < distance(unpacked, weight) < 0.15 * mx.abs(weight).max().item()
+
+
+def test_a_packed_model_is_only_cast(tmp_path):
+    source = checkpoint(tmp_path / "source", dtype=mx.float32)
+    convert(source, tmp_path / "packed", Packing.of(4, 32))
+    convert_checkpoint(tmp_path / "packed", tmp_path / "cast", dtype="bfloat16", plugins=PLUGINS)
+    model = opened(tmp_path / "cast")
+    assert len(packings(model)) == 16
+    assert {p.dtype for p in model.named_parameters().values()} == {mx.uint32, mx.bfloat16}
+    assert json.loads((tmp_path / "cast" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_shards_and_their_index(tmp_path):
+    source = checkpoint(tmp_path / "source")
+    made = convert_checkpoint(source, tmp_path / "m", packing=Packing.of(8, 32), plugins=PLUGINS, shard=10_000)
+    files = sorted(f.name for f in (tmp_path / "m").glob("*.safetensors"))
+    assert len(files) > 3
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    index = json.loads((tmp_path / "m" / "model.safetensors.index.json").read_text())
+    assert (set(index["weight_map"].values()), len(index["weight_map"])) == (set(files), made.tensors)
+    whole = convert(source, tmp_path / "whole", Packing.of(8, 32))
+    assert distance(logits(opened(tmp_path / "m")), logits(opened(whole.path))) == 0
+
+
+def test_what_lies_beside_the_weights_comes_along(tmp_path):
+    source = checkpoint(tmp_path / "source")
+    write_tokenizer(source)
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    (source / "LICENSE").write_text("free")
+    (source / "pytorch_model.bin").write_text("pickled")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
+    convert(source, tmp_path / "m", Packing.of(4, 32))
+    names = {str(f.relative_to(tmp_path / "m")) for f in (tmp_path / "m").rglob("*") if f.is_file()}
+    assert names == {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja", "LICENSE",
+                     "additional_chat_templates/tools.jinja", "tokenizer_config.json"}  # fmt: skip
+
+
+def test_bits_a_weight(tmp_path):
+    """4 bits and two float32 numbers for each 32 weights are 6 bits; norms weigh little."""
+    made = convert(checkpoint(tmp_path / "source"), tmp_path / "m", Packing.of(4, 32))
+    assert 6 <= made.bits_per_weight < 6.2
+    stored = (tmp_path / "m" / "model.safetensors").stat().st_size
+    assert 8 * stored / load(tmp_path / "m", plugins=PLUGINS).size == pytest.approx(made.bits_per_weight, rel=0.1)
+
+
+def test_memory_is_that_of_a_shard_and_a_tensor(tmp_path):
+    source = checkpoint(tmp_path / "source", num_hidden_layers=24)
+    size = (source / "model.safetensors").stat().st_size
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    convert_checkpoint(source, tmp_path / "m", dtype="bfloat16", plugins=PLUGINS, shard=50_000)
+    assert mx.get_peak_memory() - before < 0.15 * size
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma4-experts", "qwen3_5"])
+def test_the_result_loads_in_mlx_lm(tmp_path, kind):
+    utils = pytest.importorskip("mlx_lm.utils")
+    if kind == "llama":
+        source = checkpoint(tmp_path / "source", tie_word_embeddings=True)
+    elif kind == "qwen3_5":
+        config = Qwen35Adapter.examples[0] | {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}
+        source = write(tmp_path / "source", in_transformers_form(tiny_qwen(config)), config)
+    else:
+        config = EXPERTS | {"num_kv_shared_layers": 0, "use_double_wide_mlp": False}
+        source = write(
+            tmp_path / "source", transformers_experts(random_model(config, 0, plugins=PLUGINS).model), config
+        )
+    made = convert(source, tmp_path / "m", Packing.of(4, 32))
+    ours = opened(made.path)
+    if kind == "gemma4-experts":
+        assert packings(ours)["model.layers.0.router.proj"][0] == 8
+        assert packings(ours)["model.layers.0.experts.switch_glu.up_proj"][0] == 4
+    theirs, _ = utils.load_model(made.path)
+    ids = [5, 17, 3, 40, 31, 31, 2, 20]
+    mine = ours.output.finish(logits(ours, ids))
+    assert distance(theirs(mx.array([ids]))[0].astype(mx.float32), mine) < 2e-4
+
+
+# The command
+
+
+def run(*arguments) -> int:
+    """The exit code."""
+    with pytest.raises(SystemExit) as end:
+        main(["convert", *map(str, arguments)])
+    return end.value.code or 0
+
+
+def test_the_command(tmp_path, capsys):
+    source = checkpoint(tmp_path / "source")
+    rules = ("--rule", "down_proj=8:64", "--rule", "lm_head=none")
+    assert run(source, tmp_path / "m", "--bits", "4", "--group-size", "32", *rules) == 0
+    out = capsys.readouterr().out
+    assert f"{tmp_path / 'm'}: " in out
+    assert "13 packed matrices" in out
+    assert "not packed, since no group divides their rows: model.layers.0.mlp.down_proj" in out
+    assert run(tmp_path / "m", tmp_path / "f", "--dequantize", "--dtype", "float16", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["quantized"], found["path"]) == (0, str(tmp_path / "f"))
+    assert opened(tmp_path / "f").named_parameters()["model.norm.weight"].dtype == mx.float16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "nothing to change: give --bits, --mode, --rule, --dequantize or --dtype"),
+        (("--bits", "4", "--dequantize"), "--dequantize writes float weights"),
+        (("--bits", "9"), "bits must be one of"),
+        (("--mode", "mxfp4", "--bits", "8"), "mxfp4 has 4 bits in groups of 32"),
+    ],
+)
+def test_mistakes_are_one_message(tmp_path, capsys, arguments, message):
+    assert run(checkpoint(tmp_path / "source"), tmp_path / "m", *arguments) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_nothing_is_written_over(tmp_path, capsys):
+    source = checkpoint(tmp_path / "source")
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "notes.txt").write_text("mine")
+    assert run(source, tmp_path / "m", "--bits", "8") == 2
+    assert "exists and is not empty" in capsys.readouterr().err
+    assert [f.name for f in (tmp_path / "m").iterdir()] == ["notes.txt"]
+
+
+def test_a_failure_leaves_no_folder(tmp_path, monkeypatch):
+    source = checkpoint(tmp_path / "source")
+    monkeypatch.setattr("mortice.conversion.copy_others", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        convert(source, tmp_path / "m", Packing.of(8, 32))
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["source"]
+
+
+def test_a_missing_source_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match="model folder not found"):
+        convert(tmp_path / "nowhere", tmp_path / "m", Packing.of(8, 32))
