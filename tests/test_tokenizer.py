@@ -7,7 +7,7 @@ import json
 import pytest
 from tiny_tokenizers import CHATML, NO_SYSTEM, TOOLS, WITH_BOS, tokenizer
 
-from mortice.errors import CheckpointError, DataError
+from mortice.errors import CheckpointError, ConfigError, DataError
 from mortice.tokenizer import Tokenizer
 
 USER = [{"role": "user", "content": "hi"}]
@@ -157,3 +157,31 @@ def test_a_long_text_is_not_cut_by_the_file(tmp_path):
     backend.enable_padding(length=8)
     backend.save(str(tmp_path / "tokenizer.json"))
     assert len(Tokenizer.load(tmp_path).encode("a" * 20)) == 20
+
+
+def test_named_templates_in_files_of_their_own(tmp_path):
+    folder = write(tmp_path, chat_template__jinja="plain", tokenizer_config__json={"chat_template": "older"})
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    found = Tokenizer.load(folder)
+    assert (found.template, dict(found.templates)) == ("plain", {"default": "plain", "tool_use": "tools"})
+
+
+def test_another_template_and_what_it_is_given(tmp_path):
+    named = [{"name": "default", "template": "plain"}, {"name": "think", "template": "{{ enable_thinking }}"}]
+    found = Tokenizer.load(write(tmp_path, tokenizer_config__json={"chat_template": named}))
+    assert found.using().apply_chat_template(USER) == "plain"
+    assert found.using("think", {"enable_thinking": False}).apply_chat_template(USER) == "False"
+    (tmp_path / "mine.jinja").write_text("mine")
+    assert found.using(str(tmp_path / "mine.jinja")).apply_chat_template(USER) == "mine"
+    with pytest.raises(
+        ConfigError, match=r"'thunk' is neither of this checkpoint \(default, think\) nor a file; did you mean 'think'"
+    ):
+        found.using("thunk")
+
+
+@pytest.mark.parametrize("value", [[{"name": "a"}], 5, ["text"]])
+def test_templates_of_another_form_are_refused(tmp_path, value):
+    folder = write(tmp_path, tokenizer_config__json={"chat_template": value})
+    with pytest.raises(CheckpointError, match="neither text nor a list of names and templates"):
+        Tokenizer.load(folder)

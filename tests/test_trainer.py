@@ -35,8 +35,10 @@ from tiny_run import (
 
 from mortice.batch import Completion, Group, LossOutput
 from mortice.checkpoint import load_checkpoint
+from mortice.config import load_config
+from mortice.effective import effective_toml
 from mortice.errors import ConfigError, DataError, TrainingError
-from mortice.launch import prepare
+from mortice.launch import Notices, prepare
 from mortice.step import Engine
 
 
@@ -635,3 +637,19 @@ def test_a_head_may_bring_weights_of_its_own(home):
         head = mx.load(str(outcome.path / "adapter" / "head.safetensors"))
         assert set(head) == {"value_head.weight"}
         assert not any("value_head" in name for name in adapter(outcome.path / "adapter"))
+
+
+def test_the_chat_template_and_what_it_is_given_shape_the_prompt(tmp_path):
+    """Both are in the effective file, which makes the same run."""
+    file = tiny_run(tmp_path)
+    (tmp_path / "mine.jinja").write_text("{{ tag }}{{ messages[0]['content'] }}")
+    turns = [{"prompt": [{"role": "user", "content": "a"}], "chosen": "b", "rejected": "c"}] * 4
+    write_lines(tmp_path / "train.jsonl", turns)
+    chosen = (f'model.chat_template="{tmp_path}/mine.jinja"', 'model.template_variables={tag = "xyz"}')
+    with pytest.raises(DataError, match="chat template"):
+        prepare(configure(file), Notices())
+    ready = prepare(configure(file, *chosen), Notices())
+    assert ready.pretrained.tokenizer.decode(ready.groups()[0].prompt_ids) == "xyza"
+    again = tmp_path / "again.toml"
+    again.write_text(effective_toml(ready.config))
+    assert prepare(load_config(again), Notices()).groups()[0].prompt_ids == ready.groups()[0].prompt_ids

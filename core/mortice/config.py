@@ -368,6 +368,8 @@ class _Reader:
         """A path made absolute: relative to the file, or to the working directory where a flag gave it."""
         if key == ("reference", "policy") and value in ("initial", "base"):
             return value
+        if key == ("model", "chat_template") and not value.endswith(".jinja"):
+            return value
         base = Path.cwd() if self.file.from_flag(key) else self.file.base
         full = Path(value).expanduser()
         full = full if full.is_absolute() else base / full

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import tomlkit
 
-from mortice.runfile import Key, plain
+from mortice.runfile import Key, toml_item
 from mortice.structure import fields, structure
 from mortice.tables import CORE_TABLES, LISTS, STRATEGY_TABLES, PluginOptions
 
@@ -24,7 +24,7 @@ def effective_toml(config: RunConfig) -> str:
         if value is None:
             table.add(tomlkit.comment(f"{name} is not set"))
             return
-        item = tomlkit.item(plain(value))
+        item = toml_item(value)
         item.comment(origin)
         table.add(name, item)
 

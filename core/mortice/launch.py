@@ -134,6 +134,7 @@ def prepare(config: RunConfig, notices: Notices | None = None) -> Prepared:
     tokenizer = pretrained.tokenizer
     if tokenizer is None:
         raise ConfigError(f"model.path: {pretrained.path} has no tokenizer.json, which training on text needs")
+    tokenizer = tokenizer.using(config.model.chat_template, config.model.template_variables)
     source = config.source.open(
         SourceContext(
             data=config.data,

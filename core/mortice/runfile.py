@@ -154,7 +154,16 @@ def plain(value: Any) -> Any:
 
 def toml_value(value: Any) -> str:
     """A value as it would stand behind `key =`."""
-    return tomlkit.item(plain(value)).as_string()
+    return toml_item(value).as_string()
+
+
+def toml_item(value: Any) -> Any:
+    """The same as an item of a document; a table stands in one line."""
+    if isinstance(value, Mapping):
+        table = tomlkit.inline_table()
+        table.update(plain(value))
+        return table
+    return tomlkit.item(plain(value))
 
 
 _HEADER = re.compile(r"^\s*(\[\[?)\s*(.+?)\s*\]\]?\s*(#.*)?$")

@@ -5,6 +5,7 @@ Tables of strategies are the strategies' own classes. What this leaves out: read
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -37,6 +38,12 @@ class ModelOptions:
         "auto",
         help='type of the float weights; "auto" keeps them as stored and computes in float32 on the CPU',
         validator=in_(("auto", "float32", "bfloat16", "float16")),
+    )
+    chat_template: str | None = option(
+        None, help="chat template: a name among the checkpoint's own, or a .jinja file (default: its default one)"
+    )
+    template_variables: Mapping[str, str | int | float | bool] = option(
+        factory=dict, help="what the chat template is given, such as { enable_thinking = false }"
     )
 
     def __attrs_post_init__(self) -> None:
@@ -147,7 +154,7 @@ CORE_TABLES: dict[str, type] = {
 STRATEGY_TABLES = tuple(k for k in HOOKS if k not in ("model", "data", "task"))
 LISTS = ("loss", "tracker", "reward", "controller")
 """Kinds of which a run may take several, as `[[kind]]`."""
-PATHS = {("model", "path"), ("model", "config"), ("reference", "policy")}
+PATHS = {("model", "path"), ("model", "config"), ("model", "chat_template"), ("reference", "policy")}
 """Keys that may hold a path or something else; options of the type Path need not stand here."""
 OPTIONAL = ("rollout", "reward", "controller")
 """Kinds that a run may do without."""

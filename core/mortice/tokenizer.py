@@ -20,13 +20,14 @@ from typing import Any
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
-from mortice.errors import CheckpointError, DataError
+from mortice.errors import CheckpointError, ConfigError, DataError, suggest
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 Message = Mapping[str, Any]
+DEFAULT = "default"
 
 
 @frozen
@@ -81,6 +82,9 @@ class Tokenizer:
     eos_ids: tuple[int, ...] = ()
     """Every id that ends a sequence, as the checkpoint declares them."""
     template: str | None = None
+    """The one in force."""
+    templates: Mapping[str, str] = field(factory=dict)
+    """Every template of the checkpoint by name; `default` is taken unless another one is asked for."""
     path: Path | None = None
     variables: Mapping[str, Any] = field(factory=dict)
     """Passed to every rendering of the template (`enable_thinking`, …)."""
@@ -108,7 +112,28 @@ class Tokenizer:
         eos_ids = tuple(dict.fromkeys([*declared, *([] if own is None else [own])]))
         if "eos_token" not in special and eos_ids:
             special["eos_token"] = backend.id_to_token(eos_ids[0]) or ""
-        return cls(backend, special, eos_ids, _template(folder, options), folder)
+        templates = _templates(folder, options)
+        chosen = templates.get(DEFAULT) or next(iter(templates.values()), None)
+        return cls(backend, special, eos_ids, chosen, templates, folder)
+
+    def using(self, template: str | None = None, variables: Mapping[str, Any] | None = None) -> Tokenizer:
+        """The same with another template, one of `templates` or a `.jinja` file, and variables that it is given.
+
+        Raises ConfigError for a template that is not there.
+        """
+        chosen = self.template
+        if template is not None:
+            chosen = self.templates.get(template)
+            file = Path(template).expanduser()
+            if chosen is None and file.is_file():
+                chosen = file.read_text("utf-8")
+            if chosen is None:
+                have = ", ".join(self.templates) or "none"
+                near = suggest(template, self.templates)
+                raise ConfigError(
+                    f"chat template {template!r} is neither one of this checkpoint ({have}) nor a file{near}"
+                )
+        return evolve(self, template=chosen, variables=dict(self.variables) | dict(variables or {}))
 
     def _id(self, name: str) -> int | None:
         return self.backend.token_to_id(self.special[name]) if name in self.special else None
@@ -259,13 +284,20 @@ def _eos_ids(config: Mapping[str, Any]) -> list[int]:
     return [] if value is None else list(value) if isinstance(value, list) else [value]
 
 
-def _template(folder: Path, options: Mapping[str, Any]) -> str | None:
-    """The default template: a file of its own before the key in tokenizer_config; of named ones, `default`."""
-    file = folder / "chat_template.jinja"
-    if file.exists():
-        return file.read_text("utf-8")
+def _templates(folder: Path, options: Mapping[str, Any]) -> dict[str, str]:
+    """Templates by name, as transformers finds them: files of their own (`chat_template.jinja`, and named ones in
+    `additional_chat_templates`) before the keys in chat_template.json and tokenizer_config.json."""
+    files = {DEFAULT: folder / "chat_template.jinja"}
+    files |= {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    found = {name: file.read_text("utf-8") for name, file in files.items() if file.is_file()}
+    if found:
+        return found
     value = _read(folder / "chat_template.json").get("chat_template") or options.get("chat_template")
-    if isinstance(value, list):
-        named = {entry["name"]: entry["template"] for entry in value}
-        return named.get("default") or next(iter(named.values()), None)
-    return value
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {DEFAULT: value}
+    try:
+        return {str(entry["name"]): str(entry["template"]) for entry in value}
+    except (TypeError, KeyError) as error:
+        raise CheckpointError(f"{folder}: chat_template is neither text nor a list of names and templates") from error

@@ -44,7 +44,7 @@ def data(file: Path, *, rows: int = 2, json: bool = False, flags: RunFlags | Non
         folder = hub.fetch(path)
     if not folder.is_dir():
         raise ConfigError(f"model.path: no such folder: {folder}")
-    tokenizer = Tokenizer.load(folder)
+    tokenizer = Tokenizer.load(folder).using(config.model.chat_template, config.model.template_variables)
     reports: list[dict[str, Any]] = []
     for name in ("train", "valid"):
         part = getattr(config.data, name)

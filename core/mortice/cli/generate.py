@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
@@ -20,6 +21,8 @@ def generate(
     adapter: Path | None = None,
     system: str | None = None,
     raw: bool = False,
+    template: str | None = None,
+    variable: Annotated[tuple[str, ...], Parameter(negative=())] = (),
     max_tokens: Annotated[int, Parameter(name=["--max-tokens", "-n"])] = 256,
     temperature: float = 0.0,
     top_p: float = 1.0,
@@ -40,6 +43,10 @@ def generate(
         System message.
     raw
         Continue the text as it is, without the chat template.
+    template
+        Chat template: a name among the checkpoint's own, or a .jinja file.
+    variable
+        NAME=VALUE that the chat template is given, such as enable_thinking=false. May be given several times.
     max_tokens
         Stop after this many tokens.
     temperature
@@ -70,6 +77,7 @@ def generate(
     tokenizer = pretrained.tokenizer
     if tokenizer is None:
         raise ConfigError(f"{pretrained.path} has no tokenizer.json")
+    tokenizer = tokenizer.using(template, dict(map(template_variable, variable)))
     text = read_input() if prompt is None else prompt
     if raw or not tokenizer.has_template:
         ids = tokenizer.encode(text, add_special=True)
@@ -97,6 +105,17 @@ def generate(
     sys.stdout.write("\n")
     seconds = time.perf_counter() - start
     print(f"{len(ids)} prompt tokens, {count} generated, {count / seconds:.1f} tokens/s", file=sys.stderr)
+
+
+def template_variable(text: str) -> tuple[str, Any]:
+    """NAME=VALUE; a value that is no TOML is text. Raises ConfigError where there is no name."""
+    name, sign, value = text.partition("=")
+    if not sign or not name.isidentifier():
+        raise ConfigError(f"--variable {text!r} is not of the form NAME=VALUE")
+    try:
+        return name, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return name, value
 
 
 def read_input() -> str:
