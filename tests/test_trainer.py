@@ -642,7 +642,7 @@ def test_a_head_may_bring_weights_of_its_own(home):
 def test_the_chat_template_and_what_it_is_given_shape_the_prompt(tmp_path):
     """Both are in the effective file, which makes the same run."""
     file = tiny_run(tmp_path)
-    (tmp_path / "mine.jinja").write_text("{{ tag }}{{ messages[0]['content'] }}")
+    (tmp_path / "mine.jinja").write_text("{{ tag }}{% for m in messages %}{{ m['content'] }}{% endfor %}")
     turns = [{"prompt": [{"role": "user", "content": "a"}], "chosen": "b", "rejected": "c"}] * 4
     write_lines(tmp_path / "train.jsonl", turns)
     chosen = (f'model.chat_template="{tmp_path}/mine.jinja"', 'model.template_variables={tag = "xyz"}')

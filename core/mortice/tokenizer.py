@@ -130,9 +130,7 @@ class Tokenizer:
             if chosen is None:
                 have = ", ".join(self.templates) or "none"
                 near = suggest(template, self.templates)
-                raise ConfigError(
-                    f"chat template {template!r} is neither one of this checkpoint ({have}) nor a file{near}"
-                )
+                raise ConfigError(f"chat template {template!r} is neither of this checkpoint ({have}) nor a file{near}")
         return evolve(self, template=chosen, variables=dict(self.variables) | dict(variables or {}))
 
     def _id(self, name: str) -> int | None:

@@ -23,10 +23,10 @@ COMMANDS = {
     "plan": ("plan:plan", "Predict peak memory and time, or what fits a memory limit."),
     "data": ("data:data", "Show how records tokenize, what is scored and what is cut."),
     "list": ("list_strategies:show", "List the strategies of all installed plugins."),
-    "describe": ("describe:describe", "Show a strategy, its options and their defaults."),
+    "describe": ("describe:describe", "Show a strategy and its options, or what a model folder holds."),
     "plugins": ("plugins:plugins", "List installed plugins and what failed to load."),
     "generate": ("generate:generate", "Answer one prompt, with or without an adapter."),
-    "convert": ("convert:convert", "Convert a GGUF file to a model folder."),
+    "convert": ("convert:convert", "Quantize, dequantize or cast a model, or read a GGUF file."),
     "doctor": ("doctor:doctor", "Show backend, BLAS, versions, and the remedy for what is missing."),
     "quickstart": ("quickstart:quickstart", "Train a real model on real preference pairs, in minutes."),
 }
