@@ -308,13 +308,20 @@ def _of(name: str, packed: Iterable[str]) -> bool:
 
 
 def _size(model: Model) -> int:
-    total = 0
-    for _, module, _ in model.named_modules():
-        if isinstance(module, Packed):
-            total += math.prod(module.shape) + (module["bias"].size if "bias" in module else 0)
-        else:
-            total += sum(value.size for value in module.values() if isinstance(value, mx.array))
-    return total
+    return sum(parameter_count(part) for part in model.parts)
+
+
+def parameter_count(module: Any) -> int:
+    """Numbers below a module, packed ones counted unpacked."""
+    if isinstance(module, Packed):
+        return math.prod(module.shape) + (module["bias"].size if "bias" in module else 0)
+    children = module.items() if isinstance(module, dict) else enumerate(module)
+    held = [value for key, value in children if not str(key).startswith("_")]
+    return sum(
+        value.size if isinstance(value, mx.array) else parameter_count(value)
+        for value in held
+        if isinstance(value, (mx.array, dict, list))
+    )
 
 
 def open_adapter(plugins: Plugins, path: Path, model: Model) -> tuple[Adapter, Params]:
