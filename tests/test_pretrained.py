@@ -19,7 +19,10 @@ from mortice.linear import QuantizedEmbedding, QuantizedLinear
 from mortice.plugins import load_plugins
 from mortice.pretrained import find_adapter, load, random_model
 from mortice.registry import Strategy
+from mortice_plugins.models.gemma4 import Gemma4Adapter
+from mortice_plugins.models.qwen3_5 import Qwen35Adapter
 
+GEMMA, QWEN = Gemma4Adapter.examples, Qwen35Adapter.examples
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 
 
@@ -312,3 +315,82 @@ def test_a_hub_id_that_cannot_be_fetched(tmp_path, monkeypatch):
 )  # fmt: skip
 def test_what_looks_like_a_hub_id(name, is_id):
     assert hub.looks_like_hub_id(name) == is_id
+
+
+# Folders that are not what they should be
+
+
+def test_an_adapter_is_no_model(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    fails(tmp_path, "is an adapter, not a model")
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ({}, "lacks weight_map"),
+        ({"weight_map": []}, "lacks weight_map"),
+        ({"weight_map": {"a": "../elsewhere.safetensors"}}, "no .* beside it: ../elsewhere.safetensors"),
+        ({"weight_map": {"a": "pytorch_model.bin"}}, "no .* beside it: pytorch_model.bin"),
+        ({"weight_map": {"a": "model-2.safetensors", "b": "model.safetensors"}}, "1 of 2 shards missing: model-2"),
+    ],
+)
+def test_an_index_that_leads_nowhere(tmp_path, index, message):
+    folder = checkpoint(tmp_path)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    fails(folder, message)
+
+
+def test_a_tensor_in_two_files(tmp_path):
+    folder = checkpoint(tmp_path)
+    weights = weights_of(folder)
+    mx.save_safetensors(str(folder / "more.safetensors"), {"model.norm.weight": weights["model.norm.weight"]})
+    index = {"weight_map": dict.fromkeys(weights, "model.safetensors") | {"model.norm.weight": "more.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    fails(folder, "1 tensors are in another file of .* too: model.norm.weight")
+
+
+def test_whole_numbers_where_floats_are_due(tmp_path):
+    folder = checkpoint(tmp_path)
+    weights = weights_of(folder)
+    strange = weights | {f"{Q_PROJ}.weight": mx.zeros((64, 64), mx.uint8)}
+    fails(rewrite(folder, strange), rf"1 weights are stored as whole numbers .*: {Q_PROJ}.weight \(uint8\)")
+
+
+def headed(file, header: dict, size: int, length: int | None = None):
+    text = json.dumps(header).encode()
+    file.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + bytes(size))
+
+
+@pytest.mark.parametrize(
+    ("header", "length"),
+    [
+        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 800]}}, None),
+        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+          "b": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}}, None),
+        ({"a": {"dtype": "F32", "shape": [2**62], "data_offsets": [0, 8]}}, None),
+        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, 2**60),
+    ],
+    ids=["beyond", "overlapping", "huge", "header"],
+)  # fmt: skip
+def test_headers_that_lie_cost_no_memory(tmp_path, header, length):
+    folder = checkpoint(tmp_path)
+    headed(folder / "model.safetensors", header, 12, length)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    fails(folder, "model.safetensors is damaged or cut short")
+    assert mx.get_peak_memory() - before < 10**6
+
+
+@pytest.mark.parametrize("family", [CONFIG, *GEMMA, *QWEN], ids=["llama", "sharing", "k-is-v", "experts", "qwen3_5"])
+def test_every_family_misses_keys_by_name_and_before_weights(tmp_path, family):
+    """Sizes that every model has: absent, of another type, zero."""
+    for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size"):
+        for value, said in ((None, "lacks"), ("64", "must be a whole number"), (0, "must be a whole number"),
+                            (True, "must be a whole number")):  # fmt: skip
+            config = {k: v for k, v in family.items() if k != key} | ({} if value is None else {key: value})
+            (tmp_path / "config.json").write_text(json.dumps(config))
+            fails(tmp_path, f"config.json.*{said}" if value is not None else f"config.json lacks '{key}'")
+    for key, value in (("rms_norm_eps", "1e-5"), ("rms_norm_eps", -1)):
+        (tmp_path / "config.json").write_text(json.dumps(family | {key: value}))
+        fails(tmp_path, f"{key} must be a number above 0")

@@ -91,6 +91,10 @@ def load(
     _check_dtype(dtype)
     plugins = plugins or load_plugins()
     folder = resolve(path)
+    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+        raise CheckpointError(
+            f"{folder} is an adapter, not a model: give the model that it was trained on, and it on top"
+        )
     config = read_json(folder / "config.json")
     family, builder = find_adapter(plugins, config)
     model = builder.build(config)
@@ -197,8 +201,7 @@ def open_weights(folder: Path, *names: str) -> dict[str, mx.array]:
     index = folder / "model.safetensors.index.json"
     patterns = names or ("model.safetensors", "model*.safetensors", "*.safetensors")
     if index.exists() and not names:
-        wanted = read_json(index).get("weight_map", {})
-        files = sorted({folder / name for name in wanted.values()})
+        files = _shards(index)
         missing = [f.name for f in files if not f.exists()]
         if missing:
             raise CheckpointError(f"{folder}: {len(missing)} of {len(files)} shards missing: {some(missing)}")
@@ -223,8 +226,23 @@ def open_weights(folder: Path, *names: str) -> dict[str, mx.array]:
             tensors: Any = mx.load(str(file))
         except RuntimeError as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
+        twice = sorted(weights.keys() & tensors.keys())
+        if twice:
+            raise CheckpointError(f"{file}: {len(twice)} tensors are in another file of {folder} too: {some(twice)}")
         weights |= tensors
     return weights
+
+
+def _shards(index: Path) -> list[Path]:
+    """The files that an index names. Raises CheckpointError for one of another form, or that leads elsewhere."""
+    wanted = read_json(index).get("weight_map")
+    if not isinstance(wanted, dict) or not wanted:
+        raise CheckpointError(f"{index} lacks weight_map: a table of tensors and their files")
+    names = sorted({str(name) for name in wanted.values()})
+    strange = [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]
+    if strange:
+        raise CheckpointError(f"{index} names files that are no *.safetensors beside it: {some(strange)}")
+    return [index.parent / name for name in names]
 
 
 def _quantize(model: Model, config: Mapping[str, Any], stored: Mapping[str, mx.array]) -> None:
@@ -291,6 +309,16 @@ def put_weights(model: Model, stored: dict[str, mx.array], dtype: str, folder: P
     if wrong:
         raise CheckpointError(f"{folder}: {len(wrong)} weights of another shape: {some(wrong)}")
     kept = {name: weights[name] for name in places}
+    strange = [
+        f"{name} ({str(value.dtype).rpartition('.')[2]})"
+        for name, value in kept.items()
+        if value.dtype not in FLOATS and places[name].dtype in FLOATS and not name.endswith(".scales")
+    ]
+    if strange:
+        raise CheckpointError(
+            f"{folder}: {len(strange)} weights are stored as whole numbers where floats are due: {some(strange)} "
+            "(packings of other tools are not read; use float weights or MLX's own packing)"
+        )
     packed = {name.removesuffix(".scales") + ".weight" for name in kept if name.endswith(".scales")}
     stored_floats = {w.dtype for name, w in kept.items() if w.dtype in FLOATS and w.ndim >= 2}
     if dtype in DTYPES:

@@ -19,12 +19,9 @@ from mortice.elementwise import swiglu
 from mortice.errors import CheckpointError
 from mortice.linear import Embedding, Linear
 from mortice.model import Block, Carry, Model, Output, Part, output_of
+from mortice_plugins.models.config_keys import Keys
 
 MODEL_TYPES = ("llama", "mistral", "qwen3")
-SIZES = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "vocab_size",
-)  # fmt: skip
 
 
 @frozen
@@ -67,30 +64,24 @@ class LlamaConfig:
     def read(cls, config: Mapping[str, Any]) -> LlamaConfig:
         """Raises CheckpointError for a key that is missing or that this adapter does not know how to honour."""
 
-        def need(key: str) -> Any:
-            if config.get(key) is None:
-                raise CheckpointError(f"config.json lacks {key!r}, which a {config.get('model_type')} model needs")
-            return config[key]
-
-        for key in SIZES:
-            value = config.get(key)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise CheckpointError(f"config.json: {key} must be a whole number of 1 or more, found {value!r}")
+        keys = Keys(str(config.get("model_type")), config)
         activation = config.get("hidden_act") or "silu"
         if activation not in ("silu", "swish"):
             raise CheckpointError(f"config.json: hidden_act {activation!r} is not supported (supported: 'silu')")
-        heads = need("num_attention_heads")
-        head_dim = config.get("head_dim") or need("hidden_size") // heads
-        layers = need("num_hidden_layers")
+        hidden, heads, layers = (keys.size(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+        head_dim = keys.size("head_dim", max(1, hidden // heads))
+        kv_heads = keys.size("num_key_value_heads", heads)
+        if heads % kv_heads:
+            raise keys.error("num_attention_heads", f"is {heads}, no multiple of {kv_heads} key heads")
         return cls(
-            hidden=need("hidden_size"),
-            intermediate=need("intermediate_size"),
+            hidden=hidden,
+            intermediate=keys.size("intermediate_size"),
             layers=layers,
             heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
+            kv_heads=kv_heads,
             head_dim=head_dim,
-            vocab=need("vocab_size"),
-            eps=config.get("rms_norm_eps") or 1e-6,
+            vocab=keys.size("vocab_size"),
+            eps=keys.number("rms_norm_eps", 1e-6),
             tied=bool(config.get("tie_word_embeddings", False)),
             attention_bias=bool(config.get("attention_bias", False)),
             mlp_bias=bool(config.get("mlp_bias", False)),
@@ -114,21 +105,21 @@ def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
 
 
 def _rope(config: Mapping[str, Any], head_dim: int) -> Rope:
-    options = dict(config.get("rope_parameters") or {})
-    if not options:
-        options = dict(config.get("rope_scaling") or {})
-        options["rope_theta"] = config.get("rope_theta") or 10000.0
+    top = Keys(str(config.get("model_type")), config)
+    table = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    keys = top.within(table, {})
+    options = dict(keys.table)
     kind = options.get("rope_type") or options.get("type") or "default"
 
     def need(key: str) -> float:
-        if key not in options:
+        if options.get(key) is None:
             raise CheckpointError(f"config.json: rope type {kind!r} needs {key!r} among the rotary options")
-        return options[key]
+        return keys.number(key)
 
     partial = options.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0) or any(isinstance(value, Mapping) for value in options.values()):
         raise CheckpointError("config.json: rotary positions on part of a head or by layer type are not supported")
-    base = float(options.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    base = keys.number("rope_theta", top.number("rope_theta", 10000.0))
     traditional = bool(config.get("rope_traditional", False))
     if kind == "default":
         return Rope(head_dim, base, None, 1.0, traditional)
