@@ -10,20 +10,26 @@ import tomllib
 
 import pytest
 from conftest import ROOT
+from tiny_run import RUN_FILE, tiny_run
 
-SIMPO = ROOT / "contrib" / "mortice-simpo"
+CONTRIB = ROOT / "contrib"
+SIMPO, MLX_LM = CONTRIB / "mortice-simpo", CONTRIB / "mortice-mlx-lm"
+
+
+def install(folder, tmp_path) -> str:
+    """What pip leaves of a distribution: its metadata on the path, beside its module."""
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    info = tmp_path / f"{project['name'].replace('-', '_')}-0.1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.4\nName: {project['name']}\nVersion: {project['version']}\n")
+    lines = [f"{name} = {value}" for name, value in project["entry-points"]["mortice"].items()]
+    (info / "entry_points.txt").write_text("\n".join(["[mortice]", *lines, ""]))
+    return os.pathsep.join([str(tmp_path), str(folder)])
 
 
 @pytest.fixture
 def installed(tmp_path):
-    """What pip leaves of mortice-simpo: its metadata on the path, beside its module."""
-    project = tomllib.loads((SIMPO / "pyproject.toml").read_text())["project"]
-    info = tmp_path / "mortice_simpo-0.1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.4\nName: {project['name']}\nVersion: {project['version']}\n")
-    lines = [f"{name} = {value}" for name, value in project["entry-points"]["mortice"].items()]
-    (info / "entry_points.txt").write_text("\n".join(["[mortice]", *lines, ""]))
-    return os.pathsep.join([str(tmp_path), str(SIMPO)])
+    return install(SIMPO, tmp_path)
 
 
 def run(command: list[str], path: str = "") -> str:
@@ -82,5 +88,40 @@ def test_the_guide_shows_the_module_as_it_is():
     assert shown.strip() in (SIMPO / "mortice_simpo.py").read_text()
 
 
-def test_its_own_tests_pass():
-    run(["-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(SIMPO / "pyproject.toml"), str(SIMPO)], str(SIMPO))
+@pytest.mark.parametrize("folder", [SIMPO, MLX_LM], ids=lambda folder: folder.name)
+def test_its_own_tests_pass(folder):
+    if folder == MLX_LM:
+        pytest.importorskip("mlx_lm")
+    path = os.pathsep.join([str(folder), str(folder / "tests")])
+    run(["-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(folder / "pyproject.toml"), str(folder)], path)
+
+
+def test_every_folder_is_tested_and_listed():
+    folders = {entry for entry in CONTRIB.iterdir() if (entry / "pyproject.toml").exists()}
+    assert folders == {SIMPO, MLX_LM}
+    listed = (CONTRIB / "README.md").read_text()
+    assert all(f"[{folder.name}]({folder.name})" in listed for folder in folders)
+
+
+def test_a_family_of_mlx_lm_from_the_command_line(tmp_path):
+    """Trained, generated with, planned for; without the distribution nobody knows it."""
+    pytest.importorskip("mlx_lm")
+    path = install(MLX_LM, tmp_path / "site")
+    file = tiny_run(tmp_path / "run", RUN_FILE)
+    config = json.loads((tmp_path / "run" / "model" / "config.json").read_text()) | {"model_type": "qwen2"}
+    (tmp_path / "run" / "model" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "run" / "model" / "model.safetensors").unlink()
+    (tmp_path / "run" / "mlx.json").write_text(json.dumps(config))
+    settings = ["--set", f'model.config="{tmp_path}/run/model/config.json"', "--set", 'model.init="random"']
+    text = file.read_text().replace('path = "model"', "")
+    file.write_text(text)
+    for layout in ("separate", "prefix-shared"):
+        run(["-m", "mortice", "train", str(file), "--layout", layout, *settings], path)
+    saved = sorted((tmp_path / "run" / "runs").iterdir())[-1]
+    assert json.loads((saved / "adapter" / "adapter_config.json").read_text())["fine_tune_type"] == "lora"
+    assert "peak" in run(["-m", "mortice", "plan", str(file), *settings], path)
+    env = {**os.environ}
+    command = [sys.executable, "-m", "mortice", "check", str(file), *settings]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "no model adapter handles model_type 'qwen2'" in done.stderr

@@ -74,6 +74,10 @@ class Context:
         """Rotary positions on `x [T, H, d]`, arguments as `mx.fast.rope`."""
         raise NotImplementedError
 
+    def rotated(self, rotate: Callable[[mx.array, int], mx.array], x: mx.array) -> mx.array:
+        """Positions by a function of one's own: `rotate(x, offset)` on `x [T, H, d]` whose tokens follow each other."""
+        raise NotImplementedError
+
     def attend(
         self, q: mx.array, k: mx.array, v: mx.array, *, scale: float, window: int | None = None, layer: int = 0
     ) -> mx.array:
@@ -198,6 +202,12 @@ class SpanContext(Context):
             return mx.fast.rope(x, dims, offset=0, **kwargs)[0].swapaxes(0, 1)
         # One call with T on the batch axis: each token has an offset of its own.
         return mx.fast.rope(x[:, :, None], dims, offset=self._positions, **kwargs)[:, :, 0]
+
+    def rotated(self, rotate: Callable[[mx.array, int], mx.array], x: mx.array) -> mx.array:
+        if self._plain:
+            return rotate(x, 0)
+        spans = [span for span in self.row.spans if span.length]
+        return mx.concatenate([rotate(x[span.start : span.stop], span.position) for span in spans])
 
     def attend(
         self, q: mx.array, k: mx.array, v: mx.array, *, scale: float, window: int | None = None, layer: int = 0
@@ -361,6 +371,9 @@ class CacheContext(Context):
         x = x.swapaxes(0, 1)[None]  # [1, H, T, d]
         x = mx.fast.rope(x, dims, traditional=traditional, base=base, scale=scale, freqs=freqs, offset=self.offset)
         return x[0].swapaxes(0, 1)
+
+    def rotated(self, rotate: Callable[[mx.array, int], mx.array], x: mx.array) -> mx.array:
+        return rotate(x, self.offset)
 
     def attend(
         self, q: mx.array, k: mx.array, v: mx.array, *, scale: float, window: int | None = None, layer: int = 0

@@ -49,3 +49,5 @@ def leaves(path: str, node: Any) -> Iterator[tuple[str, nn.Module, Callable[[nn.
             yield join(path, str(key)), value, put
         elif isinstance(value, (dict, list)):
             yield from leaves(join(path, str(key)), value)
+    if _wrapped(node):
+        yield from leaves(path, _wrapped(node))

@@ -178,10 +178,14 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def find_adapter(plugins: Plugins, config: Mapping[str, Any]) -> tuple[str, ModelAdapter]:
-    """The one model adapter that claims a config. Raises CheckpointError where none or several do."""
+    """The one model adapter that claims a config; one with `fallback` counts where no other claims it.
+
+    Raises CheckpointError where none or several do.
+    """
     strategies = plugins.registry.all("model")
     adapters = [(s, s.load()()) for s in strategies]
-    claims = [(s, a) for s, a in adapters if a.handles(config)]
+    claims = [(s, a) for s, a in adapters if not getattr(a, "fallback", False) and a.handles(config)]
+    claims = claims or [(s, a) for s, a in adapters if getattr(a, "fallback", False) and a.handles(config)]
     kind = config.get("model_type")
     if not claims:
         have = ", ".join(f"{s.name} ({s.summary.rstrip('.')})" for s, _ in adapters) or "none"
@@ -256,6 +260,8 @@ def _quantize(model: Model, config: Mapping[str, Any], stored: Mapping[str, mx.a
         raise CheckpointError(
             f"config.json: weights packed by {table['quant_method']!r} are not supported (supported: MLX's own)"
         )
+    if not any(name.endswith(".scales") for name in stored):
+        return
     names = model.sanitize({name: value for name, value in stored.items() if name.endswith((".scales", ".weight"))})
     for name, module, put in list(model.named_modules()):
         scales = names.get(f"{name}.scales")

@@ -111,7 +111,10 @@ class Layout(Protocol):
 
 @runtime_checkable
 class ModelAdapter(Protocol):
-    """One model family. Exactly one must claim a checkpoint's `config.json`."""
+    """One model family. Exactly one must claim a checkpoint's `config.json`.
+
+    An adapter for what no other one knows sets `fallback = True`: it is asked only where no other claims.
+    """
 
     def handles(self, config: Mapping[str, Any], /) -> bool: ...
 

@@ -1,0 +1,230 @@
+"""Every family against mlx-lm itself: logits, gradients, rows that branch, decoding, adapters, packed weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from families import REFUSED, WORKS
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm import utils
+from mortice_mlx_lm.adapter import MlxLmAdapter, build, logit_factor, small_twin, windows
+
+from mortice.batch import Completion, Group
+from mortice.conversion import Packing, convert_checkpoint
+from mortice.errors import CheckpointError
+from mortice.generation import generate_tokens
+from mortice.objective import WeightedLoss
+from mortice.plugins import load_plugins
+from mortice.pretrained import find_adapter, load
+from mortice.protocols import Sampling
+from mortice.registry import Strategy
+from mortice.step import Engine
+from mortice_plugins.adapters.full import FullWeights
+from mortice_plugins.adapters.lora import LoRA
+from mortice_plugins.backwards.checkpoint import Checkpoint
+from mortice_plugins.backwards.full import Full
+from mortice_plugins.backwards.segmented import Segmented
+from mortice_plugins.heads.dense import Dense
+from mortice_plugins.heads.flash_cce import FlashCCE
+from mortice_plugins.layouts.packed import Packed
+from mortice_plugins.layouts.prefix_shared import PrefixShared
+from mortice_plugins.layouts.separate import Separate
+from mortice_plugins.losses.orpo import ORPO
+from mortice_plugins.losses.sft import SFT
+
+README = Path(__file__).parent.parent / "README.md"
+DEEP = ["qwen2", "gemma3_text", "phi3", "olmo2", "starcoder2", "cohere2", "granite", "minicpm", "mixtral", "glm4"]
+"""Families whose gradients are compared: windows, fused projections, tied and scaled outputs, experts, post-norms."""
+IDS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26]
+PAIRS = [
+    Group("a", [1, 2, 3, 4, 8, 8, 5], [Completion([5, 6, 7, 8]), Completion([8])], ((0, 1),)),
+    Group("b", [9, 3], [Completion([2, 2, 11, 4]), Completion([1, 12, 30])], ((0, 1),)),
+]
+
+
+def plugins():
+    found = load_plugins()
+    if not any(s.name == "mlx-lm" for s in found.registry.all("model")):
+        found.registry.add(Strategy("model", "mlx-lm", MlxLmAdapter, "mortice-mlx-lm", "mlx-lm"))
+    return found
+
+
+def config_of(family):
+    return {"model_type": family} | (WORKS.get(family) or REFUSED[family][0])
+
+
+def weights_of(model: nn.Module) -> dict[str, mx.array]:
+    drawn = {}
+    for i, (name, value) in enumerate(tree_flatten(model.parameters())):
+        noise = mx.random.normal(value.shape, key=mx.random.key(i))
+        drawn[name] = 0.12 * noise if value.ndim > 1 else 1 + 0.2 * noise if name.endswith("weight") else 0.1 * noise
+    return drawn
+
+
+def checkpoint(folder: Path, family: str) -> Path:
+    config = config_of(family)
+    folder.mkdir(parents=True, exist_ok=True)
+    mx.save_safetensors(str(folder / "model.safetensors"), weights_of(build(config)), metadata={"format": "mlx"})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def engine(model, backward=None, layout=None, head=None, loss=None) -> Engine:
+    losses = (WeightedLoss("loss", loss or ORPO()),)
+    return Engine(model, head or Dense(), backward or Full(), layout or Separate(), losses)
+
+
+def relative(found, expected) -> float:
+    assert set(found) == set(expected)
+    apart = sum(mx.square(found[n] - expected[n]).sum().item() for n in expected)
+    return math.sqrt(apart / sum(mx.square(v).sum().item() for v in expected.values()))
+
+
+def trained(model, strategy):
+    params = strategy.attach(model, 0)
+    params = {n: p + 0.02 * mx.random.normal(p.shape, key=mx.random.key(i)) for i, (n, p) in enumerate(params.items())}
+    model.mark_trainable(params)
+    return params
+
+
+@pytest.mark.parametrize("family", WORKS)
+def test_forward_and_decoding_equal_mlx_lm(tmp_path, family):
+    folder = checkpoint(tmp_path, family)
+    ours = load(folder, plugins=plugins())
+    assert (ours.family, ours.ignored) == ("mlx-lm", ())
+    theirs, _ = utils.load_model(folder)
+    model, ids = ours.model, list(IDS)
+    found = engine(model).logprobs({}, [Group("a", IDS[:4], [Completion(IDS[4:])])])[0][0]
+    expected = nn.log_softmax(theirs(mx.array([IDS]))[0].astype(mx.float32), axis=-1)
+    targets = mx.array(IDS[4:])
+    expected = mx.take_along_axis(expected[3:-1], targets[:, None], axis=1)[:, 0]
+    assert mx.abs(mx.array(found) - expected).max().item() < 1e-4
+    for _ in range(12):
+        ids.append(int(mx.argmax(theirs(mx.array([ids]))[0, -1]).item()))
+    greedy = Sampling(max_tokens=12, temperature=0.0)
+    assert list(generate_tokens(model, IDS, greedy)) == ids[len(IDS) :]
+
+
+@pytest.mark.parametrize("family", DEEP)
+def test_gradients_equal_autodiff_of_mlx_lm(tmp_path, family):
+    folder = checkpoint(tmp_path, family)
+    theirs, _ = utils.load_model(folder)
+    model = load(folder, plugins=plugins()).model
+    params = FullWeights().attach(model, 0)
+    model.mark_trainable(params)
+
+    def loss(weights):
+        theirs.update(tree_unflatten(list(weights.items())))
+        logprobs = nn.log_softmax(theirs(mx.array([IDS[:-1]]))[0].astype(mx.float32), axis=-1)
+        return -mx.take_along_axis(logprobs[3:], mx.array(IDS[4:])[:, None], axis=1).mean()
+
+    value, expected = mx.value_and_grad(loss)({n: p.astype(mx.float32) for n, p in params.items()})
+    group = [Group("a", IDS[:4], [Completion(IDS[4:])])]
+    for backward in (Full(), Segmented(segment_size=1), Checkpoint(segment_size=1)):
+        tally, found = engine(model, backward, head=FlashCCE(), loss=SFT()).gradients(params, group)
+        assert tally.loss == pytest.approx(value.item(), abs=1e-5)
+        assert relative(found, expected) < 1e-4
+
+
+@pytest.mark.parametrize("family", DEEP)
+def test_rows_that_branch_and_segments_give_the_same(tmp_path, family):
+    model = load(checkpoint(tmp_path, family), plugins=plugins()).model
+    params = trained(model, LoRA(rank=2))
+    plain, expected = engine(model).gradients(params, PAIRS)
+    assert all(mx.abs(value).max().item() > 0 for value in expected.values())
+    for backward, layout in (
+        (Full(), PrefixShared()),
+        (Segmented(segment_size=1), Packed()),
+        (Segmented(), Separate()),
+    ):
+        tally, found = engine(model, backward, layout, FlashCCE()).gradients(params, PAIRS)
+        assert tally.loss == pytest.approx(plain.loss, abs=1e-5)
+        assert relative(found, expected) < 1e-4
+
+
+@pytest.mark.parametrize("family", ["qwen2", "phi3", "cohere2", "mixtral"])
+def test_adapters_load_in_mlx_lm(tmp_path, family):
+    folder = checkpoint(tmp_path / "model", family)
+    model = load(folder, plugins=plugins()).model
+    strategy = LoRA(rank=2)
+    params = trained(model, strategy)
+    model.bind(params)
+    strategy.save(model, params, tmp_path / "adapter")
+    theirs, _ = utils.load_model(folder)
+    from mlx_lm.tuner.utils import load_adapters
+
+    theirs = load_adapters(theirs, str(tmp_path / "adapter"))
+    found = engine(model).logprobs(params, [Group("a", IDS[:4], [Completion(IDS[4:])])])[0][0]
+    expected = nn.log_softmax(theirs(mx.array([IDS]))[0].astype(mx.float32), axis=-1)
+    expected = mx.take_along_axis(expected[3:-1], mx.array(IDS[4:])[:, None], axis=1)[:, 0]
+    assert mx.abs(mx.array(found) - expected).max().item() < 1e-4
+
+
+@pytest.mark.parametrize("family", ["qwen2", "granite"])
+def test_packed_weights_train(tmp_path, family):
+    source = checkpoint(tmp_path / "source", family)
+    convert_checkpoint(source, tmp_path / "packed", packing=Packing.of(4, 32), plugins=plugins())
+    convert_checkpoint(tmp_path / "packed", tmp_path / "floats", dequantize=True, plugins=plugins())
+    gradients = []
+    for name in ("packed", "floats"):
+        model = load(tmp_path / name, plugins=plugins()).model
+        params = trained(model, LoRA(rank=2))
+        gradients.append(engine(model, Segmented()).gradients(params, PAIRS)[1])
+    assert relative(*gradients) < 1e-4
+    theirs, _ = utils.load_model(tmp_path / "packed")
+    assert theirs(mx.array([IDS])).shape == (1, len(IDS), 97)
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_cannot_be_addressed_is_refused_by_name(family):
+    with pytest.raises(CheckpointError, match=f"mlx-lm's {family} cannot be trained here: .*{REFUSED[family][1]}"):
+        MlxLmAdapter().build(config_of(family))
+
+
+def test_a_config_that_mlx_lm_does_not_take():
+    with pytest.raises(CheckpointError, match="mlx-lm's qwen2 cannot be built from this config: TypeError"):
+        MlxLmAdapter().build({"model_type": "qwen2"})
+
+
+def test_only_where_no_other_adapter_claims():
+    name, _ = find_adapter(plugins(), {"model_type": "llama"})
+    assert name == "llama"
+    assert find_adapter(plugins(), {"model_type": "qwen2"})[0] == "mlx-lm"
+    for kind in ("no_such_family", "../evil", "os", "models.llama", None, 3):
+        with pytest.raises(CheckpointError, match="no model adapter handles model_type"):
+            find_adapter(plugins(), {"model_type": kind})
+
+
+def test_classes_of_mlx_lm_stay_as_they_are():
+    from mlx_lm.models import qwen2
+
+    call, names = qwen2.Attention.__call__, dict(qwen2.__dict__)
+    MlxLmAdapter().build(config_of("qwen2"))
+    assert qwen2.Attention.__call__ is call
+    assert dict(qwen2.__dict__) == names
+    again = build(config_of("qwen2"))
+    assert type(again.layers[0].self_attn) is qwen2.Attention
+
+
+def test_a_factor_of_the_real_sizes():
+    """MiniCPM divides by hidden_size / dim_model_base, whatever the twin's width."""
+    assert logit_factor(config_of("minicpm") | {"hidden_size": 256}) == pytest.approx(32 / 256)
+    assert small_twin(config_of("minicpm") | {"hidden_size": 256})["hidden_size"] == 64
+
+
+def test_windows_are_those_of_the_caches():
+    assert windows(build(config_of("gemma3_text"))) == [5, None, 5, None]
+    assert windows(build(config_of("qwen2"))) == [None, None]
+
+
+def test_the_table_names_every_family():
+    table = README.read_text()
+    for family in (*WORKS, *REFUSED):
+        assert f"| `{family}` |" in table, family
+    rows = [line for line in table.splitlines() if line.startswith("| `")]
+    assert len(rows) == len(WORKS) + len(REFUSED)
