@@ -12,11 +12,24 @@ from test_qwen3_5 import tiny as tiny_qwen
 from tiny_llama import PLUGINS, checkpoint, distance, logits, write
 from tiny_run import write_tokenizer
 
+from mortice.batch import Completion, Group
 from mortice.cli import main
 from mortice.conversion import Packing, convert_checkpoint
 from mortice.errors import CheckpointError, ConfigError
 from mortice.linear import Packed
+from mortice.objective import WeightedLoss
 from mortice.pretrained import load, random_model
+from mortice.step import Engine
+from mortice_plugins.adapters.lora import LoRA
+from mortice_plugins.backwards.checkpoint import Checkpoint
+from mortice_plugins.backwards.full import Full
+from mortice_plugins.backwards.segmented import Segmented
+from mortice_plugins.heads.chunked import Chunked
+from mortice_plugins.heads.dense import Dense
+from mortice_plugins.heads.flash_cce import FlashCCE
+from mortice_plugins.layouts.prefix_shared import PrefixShared
+from mortice_plugins.layouts.separate import Separate
+from mortice_plugins.losses.orpo import ORPO
 from mortice_plugins.models.qwen3_5 import Qwen35Adapter
 
 
@@ -63,6 +76,37 @@ def test_packed_near_the_floats_and_back(tmp_path, packing, error):
         assert distance(value, weights[name]) <= error * mx.abs(weights[name]).max().item(), name
     assert "quantization" not in json.loads((tmp_path / "back" / "config.json").read_text())
     assert made.bytes < 0.6 * back.bytes
+
+
+@pytest.mark.parametrize(
+    "packing",
+    [Packing.of(8, 32), Packing.of(4, 32), Packing.of(4, 32, rules=("v_proj=8", "layers.1.*=none")),
+     Packing.of(mode="mxfp8"), Packing.of(mode="mxfp4"), Packing.of(mode="nvfp4")],
+    ids=["8", "4", "mixed", "mxfp8", "mxfp4", "nvfp4"],
+)  # fmt: skip
+def test_adapters_train_on_every_packing(tmp_path, packing):
+    """Gradients through packed layers, a packed tied table among them, are those through the same weights unpacked."""
+    source = checkpoint(tmp_path / "source", tie_word_embeddings=True)
+    convert(source, tmp_path / "packed", packing)
+    convert_checkpoint(tmp_path / "packed", tmp_path / "floats", dequantize=True, plugins=PLUGINS)
+    groups = [Group("a", [1, 2, 3, 4], [Completion([5, 6, 7, 8]), Completion([8])], ((0, 1),))]
+
+    def step(folder, head, backward, layout):
+        model = opened(folder)
+        params = LoRA(rank=2).attach(model, 0)
+        params = {n: p + 0.05 * mx.random.normal(p.shape, key=mx.random.key(i))
+                  for i, (n, p) in enumerate(params.items())}  # fmt: skip
+        model.mark_trainable(params)
+        return Engine(model, head, backward, layout, (WeightedLoss("orpo", ORPO()),)).gradients(params, groups)
+
+    expected, gradients = step(tmp_path / "floats", Dense(), Full(), Separate())
+    for head, backward in ((FlashCCE(), Segmented(segment_size=1)), (Chunked(), Checkpoint()), (Dense(), Full())):
+        tally, found = step(tmp_path / "packed", head, backward, PrefixShared())
+        assert tally.loss == pytest.approx(expected.loss, abs=1e-5)
+        for name, value in gradients.items():
+            size = mx.linalg.norm(value.flatten()).item()
+            assert size > 0
+            assert mx.linalg.norm((found[name] - value).flatten()).item() < 1e-4 * size, name
 
 
 def test_rules_by_pattern(tmp_path):

@@ -20,7 +20,7 @@ from mortice.errors import CheckpointError
 from mortice.generation import generate_tokens
 from mortice.launch import Notices, train
 from mortice.objective import WeightedLoss
-from mortice.pretrained import load, random_model
+from mortice.pretrained import load, parameter_count, random_model
 from mortice.protocols import Sampling
 from mortice.step import Engine
 from mortice_plugins.adapters.full import FullWeights
@@ -650,3 +650,73 @@ def test_families():
     adapter = Gemma4Adapter()
     assert all(adapter.handles({"model_type": kind}) for kind in ("gemma4", "gemma4_text", "gemma4_unified"))
     assert not any(adapter.handles({"model_type": kind}) for kind in ("gemma3", "gemma3n_text", "llama", None))
+
+
+# The released sizes, of which nothing is computed
+
+
+def kinds(count: int, every: int) -> list[str]:
+    return [FULL if (i + 1) % every == 0 else SLIDING for i in range(count)]
+
+
+RELEASED = {
+    "model_type": "gemma4_text", "head_dim": 256, "global_head_dim": 512, "vocab_size": 262144,
+    "final_logit_softcapping": 30.0, "hidden_size_per_layer_input": 0, "sliding_window": 1024,
+}  # fmt: skip
+PER_LAYER_INPUT = {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144, "sliding_window": 512}
+
+
+@pytest.mark.parametrize(
+    ("config", "billions"),
+    [
+        (
+            PER_LAYER_INPUT
+            | {
+                "hidden_size": 1536, "num_hidden_layers": 35, "layer_types": kinds(35, 5), "num_attention_heads": 8,
+                "num_key_value_heads": 1, "intermediate_size": 6144, "num_kv_shared_layers": 20,
+                "use_double_wide_mlp": True,
+            },
+            4.63,
+        ),
+        (
+            PER_LAYER_INPUT
+            | {
+                "hidden_size": 2560, "num_hidden_layers": 42, "layer_types": kinds(42, 6), "num_attention_heads": 8,
+                "num_key_value_heads": 2, "intermediate_size": 10240, "num_kv_shared_layers": 18,
+            },
+            7.46,
+        ),
+        (
+            {
+                "hidden_size": 3840, "num_hidden_layers": 48, "layer_types": kinds(48, 6), "num_attention_heads": 16,
+                "num_key_value_heads": 8, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+                "intermediate_size": 15360,
+            },
+            11.91,
+        ),
+        (
+            {
+                "hidden_size": 2816, "num_hidden_layers": 30, "layer_types": kinds(30, 6), "num_attention_heads": 16,
+                "num_key_value_heads": 8, "num_global_key_value_heads": 2, "attention_k_eq_v": True,
+                "intermediate_size": 2112, "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8,
+                "moe_intermediate_size": 704,
+            },
+            25.23,
+        ),
+        (
+            {
+                "hidden_size": 5376, "num_hidden_layers": 60, "layer_types": kinds(60, 6), "num_attention_heads": 32,
+                "num_key_value_heads": 16, "num_global_key_value_heads": 4, "attention_k_eq_v": True,
+                "intermediate_size": 21504,
+            },
+            30.70,
+        ),
+    ],
+    ids=["E2B", "E4B", "12B", "26B-A4B", "31B"],
+)  # fmt: skip
+def test_parameters_of_the_released_sizes(config, billions):
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    model = Gemma4Adapter().build(RELEASED | config)
+    assert sum(parameter_count(part) for part in model.parts) / 1e9 == pytest.approx(billions, abs=0.005)
+    assert mx.get_peak_memory() - before < 10**6

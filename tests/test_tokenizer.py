@@ -141,8 +141,14 @@ def test_templates_are_found_where_checkpoints_keep_them(tmp_path):
 
 
 def test_damaged_tokenizer_files_are_named(tmp_path):
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json not found"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json not found$"):
         Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.model").touch()
+    with pytest.raises(
+        CheckpointError, match=r"there is tokenizer\.model: load .* with transformers and save it again"
+    ):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.model").unlink()
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: "):
         Tokenizer.load(tmp_path)

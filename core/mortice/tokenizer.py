@@ -97,7 +97,13 @@ class Tokenizer:
         folder = Path(path)
         file = folder / "tokenizer.json"
         if not file.exists():
-            raise CheckpointError(f"{file.absolute()} not found (other tokenizer files cannot be read)")
+            others = [
+                n for n in ("tokenizer.model", "vocab.json", "tekken.json", "tiktoken.model") if (folder / n).exists()
+            ]
+            raise CheckpointError(
+                f"{file.absolute()} not found"
+                + (f"; there is {others[0]}: load the tokenizer with transformers and save it again" if others else "")
+            )
         try:
             backend = Backend.from_file(str(file))
         except Exception as error:  # the library raises plain Exception
