@@ -408,7 +408,8 @@ def _build(file: RunFile, plugins: Plugins, *, stem: str = "run", check_files: b
     reader.top()
     losses = reader.strategies("loss")
     for loss in losses:
-        for name, value in getattr(type(loss.options), "profile", {}).items():
+        asked = getattr(loss.options, "brings", {})
+        for name, value in {**getattr(type(loss.options), "profile", {}), **asked}.items():
             table, _, key = name.partition(".")
             reader.profile.setdefault((table, key), (value, f"profile of {loss.name}"))
     form = reader.format()

@@ -99,6 +99,12 @@ cpo = _plugin(
     "Preference loss on summed log-probabilities, with the NLL of the chosen response; no reference model.",
     "cpo",
 )
+adaptive_lambda = _plugin(
+    "controller",
+    "mortice_plugins.controllers.adaptive_lambda:AdaptiveLambda",
+    "The weight of ORPO's odds term, grown while chosen answers hold and shrunk when they fall.",
+    "adaptive-lambda",
+)
 flash_cce = _plugin(
     "head",
     "mortice_plugins.heads.flash_cce:FlashCCE",

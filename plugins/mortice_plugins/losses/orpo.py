@@ -6,8 +6,8 @@ Hong, Lee and Thorne, "ORPO: Monolithic Preference Optimization without Referenc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import ClassVar
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
 
 import mlx.core as mx
 from attrs import frozen
@@ -55,6 +55,18 @@ class ORPO:
         "sigmoid", help="function of the log-odds: sigmoid, or hinge", validator=in_(("sigmoid", "hinge"))
     )
     label_smoothing: float = smoothing_option("chance ε that a label is wrong (sigmoid)")
+    lambda_schedule: str = option(
+        "static",
+        help='"static": beta as it is; "adaptive": the controller `adaptive-lambda` steers it by validation',
+        validator=in_(("static", "adaptive")),
+    )
+
+    @property
+    def brings(self) -> Mapping[str, Any]:
+        """The controller that an adaptive schedule is, where the run names none; it begins with `beta`."""
+        if self.lambda_schedule == "static":
+            return {}
+        return {"controller.name": "adaptive-lambda", "controller.start": self.beta}
 
     @classmethod
     def examples(cls) -> Iterable[ORPO]:
