@@ -86,9 +86,8 @@ def test_the_short_form_brings_the_controller(tmp_path):
     assert configure(file).controllers == []
     ((name, controller),) = configure(file, ADAPTIVE, "loss.beta=0.3").controllers
     assert (name, controller.start) == ("adaptive-lambda", 0.3)
-    ((_, controller),) = configure(
-        file, ADAPTIVE, 'controller={name="adaptive-lambda", start=0.2, ramp=3.0}'
-    ).controllers
+    named = ('controller.name="adaptive-lambda"', "controller.start=0.2", "controller.ramp=3.0")
+    ((_, controller),) = configure(file, ADAPTIVE, *named).controllers
     assert (controller.start, controller.ramp) == (0.2, 3.0)
 
 
@@ -106,6 +105,6 @@ def test_a_run_with_it_changes_the_loss_and_keeps_its_state(tmp_path):
     state = load_checkpoint(adaptive.checkpoint).state["controllers"]["adaptive-lambda"]
     assert state["lambda"] == steered[-1]
     # what the state holds is all that goes on from it
-    after, _ = AdaptiveLambda(start=0.7)(5, {"lw": state["best"], "lr": -20.0}, state)
+    after, _ = AdaptiveLambda(start=0.7)(5, {"lw": state["best"], "lr": state["best"] - 1}, state)
     grown = {} if state["lambda"] == 1.0 or state["stopped"] else {KEY: min(1.0, 1.5 * state["lambda"])}
     assert after == pytest.approx(grown)

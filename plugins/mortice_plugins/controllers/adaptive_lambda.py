@@ -1,9 +1,9 @@
 """A weight of the preference term that steers itself by what it does to the chosen answers.
 
-A preference term may raise its margin by making both answers less likely ("likelihood displacement": Razin et al. 2024,
-arXiv:2410.08847; Pal et al. 2024, arXiv:2402.13228). Validation shows it: the mean log-probability of a chosen answer's
-tokens (`lw`) falls. So the weight grows while `lw` holds, shrinks once `lw` has fallen, waits until it is back, and goes to
-its least for good where that does not help.
+A preference term may raise its margin by making both answers less likely ("likelihood displacement": Razin et al.
+2024, arXiv:2410.08847; Pal et al. 2024, arXiv:2402.13228). Validation shows it: the mean log-probability of a chosen
+answer's tokens (`lw`) falls. So the weight grows while `lw` holds, shrinks once `lw` has fallen, waits until it is
+back, and goes to its least for good where that does not help.
 """
 
 from __future__ import annotations
