@@ -278,7 +278,9 @@ class Search:
         if leanest.estimate is None:
             lines.append(f"even the leanest of what was tried is beyond this machine ({readable(machine_memory())})")
         else:
-            parts = ", ".join(f"{name} {readable(size)}" for name, size in leanest.estimate.parts.items() if size)
+            sizes = {**leanest.estimate.parts, "held elsewhere in the process": leanest.estimate.elsewhere}
+            noteworthy = leanest.estimate.peak / 1000
+            parts = ", ".join(f"{name} {readable(size)}" for name, size in sizes.items() if size > noteworthy)
             with_ = f" with {_spell(leanest.changes)}" if leanest.changes else ""
             lines.append(f"the leanest that was tried needs {readable(leanest.estimate.peak)}{with_} ({parts})")
         remedies = []
