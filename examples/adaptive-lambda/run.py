@@ -1,11 +1,11 @@
 """Constant λ against a λ that steers itself, on a preference whose right answer is known: upper-case answers.
 
-A tiny model learns from random weights to answer "name NOUN" with the noun, in lower or upper case at random (SFT). Then
-ORPO prefers upper case, once with each constant λ and once with `lambda_schedule = "adaptive"`, over three seeds, for the
-same number of steps. What counts is fixed before: **the held-out margin `lw − lr` at the end, of those settings under which
-the chosen answers' log-probability did not fall below its start by more than 0.02 nats a token.**
+A tiny model learns from random weights to answer "name NOUN" with the noun, in lower or upper case at random (SFT).
+Then ORPO prefers upper case, once with each constant λ and once with `lambda_schedule = "adaptive"`, over three seeds,
+for the same number of steps. What counts is fixed before: **the held-out margin `lw − lr` at the end, of those settings
+under which the chosen answers' log-probability did not fall below its start by more than 0.02 nats a token.**
 
-    python examples/adaptive-lambda/run.py [FOLDER]      # a few minutes on two cores; FOLDER/table.md, FOLDER/margins.svg
+    python examples/adaptive-lambda/run.py [FOLDER]    # minutes on two cores; makes FOLDER/table.md, FOLDER/margins.svg
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ from pathlib import Path
 
 from mortice import run
 
-NOUNS = (
-    "apple boat chair dress eagle flute grass house igloo juice knife lemon mouse night ocean plant queen river shoes "
-    "table uncle voice water yacht zebra bread cloud dance earth fruit glass heart"
-).split()
+NOUNS = [
+    "apple", "boat", "chair", "dress", "eagle", "flute", "grass", "house", "igloo", "juice",
+    "knife", "lemon", "mouse", "night", "ocean", "plant", "queen", "river", "shoes", "table",
+    "uncle", "voice", "water", "yacht", "zebra", "bread", "cloud", "dance", "earth", "fruit",
+    "glass", "heart",
+]  # fmt: skip
 CONSTANT = (0.05, 0.1, 0.3, 1.0)
 SEEDS = (0, 1, 2)
 STEPS = 60
 ALLOWED = 0.02
 """Nats a token that the chosen answers may lose."""
 MODEL = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 272, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 272, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
     "max_position_embeddings": 64, "tie_word_embeddings": True,
 }  # fmt: skip
 
