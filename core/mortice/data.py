@@ -71,12 +71,14 @@ class DataCounts:
     """Groups whose longest completion alone did not fit; its end is gone, EOS included."""
     dropped: int = 0
     """Groups that were left with nothing to score."""
-    unpaired: int = 0
+    tied: int = 0
     """Rows of a format of pairs that made none: all answers tie."""
-    unpaired_examples: tuple[str, ...] = ()
+    tied_examples: tuple[str, ...] = ()
     """Lines of the first of them."""
     filtered: tuple[Filtered, ...] = ()
     """What each filter left out."""
+    pairs: int = 0
+    """Pairs of the rows that are kept."""
     identical_pairs: int = 0
     """Pairs whose two answers are the same: no preference to learn."""
     different_prompts: int = 0
@@ -95,11 +97,12 @@ class DataCounts:
         ):
             count = getattr(self, name)
             if count:
-                yield f"{file.name}: {count} of {self.rows} {text}", (f"data_{name}", count)
-        if self.unpaired:
-            lines = _lines(self.unpaired_examples, self.unpaired)
-            text = f"{file.name}: {self.unpaired} of {self.rows} rows dropped, whose answers tie: no pair ({lines})"
-            yield text, ("data_unpaired", self.unpaired)
+                of = self.pairs if name == "identical_pairs" else self.rows
+                yield f"{file.name}: {count} of {of} {text}", (f"data_{name}", count)
+        if self.tied:
+            lines = _lines(self.tied_examples, self.tied)
+            text = f"{file.name}: {self.tied} of {self.rows} rows dropped, whose answers tie: no pair ({lines})"
+            yield text, ("data_tied", self.tied)
         for left in self.filtered:
             if left.total:
                 yield f"{file.name}: {left}", (f"data_filter_{left.filter}", left.total)
@@ -184,7 +187,7 @@ def load_groups(
     if not counts.rows:
         raise DataError(f"data file holds no record: {file.absolute()}")
     counts.extra_keys = tuple(extra)
-    counts.unpaired, counts.unpaired_examples = len(tied), _examples(tied)
+    counts.tied, counts.tied_examples = len(tied), _examples(tied)
     counts.filtered = tuple(_filter(read, *named, file) for named in filters)
     groups: list[Group] = []
     for group in read:
@@ -193,14 +196,15 @@ def load_groups(
             counts.dropped += 1  # a weight of 0 leaves nothing to learn
         elif cut is not None:
             groups.append(cut)
-            counts.identical_pairs += any(cut.completions[c].ids == cut.completions[r].ids for c, r in cut.pairs)
+            counts.pairs += len(cut.pairs)
+            counts.identical_pairs += sum(cut.completions[c].ids == cut.completions[r].ids for c, r in cut.pairs)
             counts.different_prompts += not cut.one_prompt
     counts.kept = len(groups)
     if not groups:
         raise DataError(_nothing_left(file, counts, options.max_length))
-    if "pairs" in form.provides and counts.identical_pairs == len(groups):
+    if "pairs" in form.provides and counts.identical_pairs == counts.pairs:
         raise DataError(
-            f"{file.absolute()}: in every one of the {len(groups)} pairs chosen and rejected are identical; "
+            f"{file.absolute()}: in every one of the {counts.pairs} pairs chosen and rejected are identical; "
             "there is nothing to prefer"
         )
     return groups, counts

@@ -66,7 +66,6 @@ def data(file: Path, *, rows: int = 2, json: bool = False, flags: RunFlags | Non
                 "file": str(part),
                 "counts": counts.asdict(),
                 "left out": left_out(counts, part, config.data.max_length),
-                "pairs": sum(len(g.pairs) for g in groups),
                 "spreads": {name: spread(values) for name, values in measures(groups).items()},
                 "scored tokens": sum(g.scored_tokens for g in groups),
                 "groups": groups[:rows] if name == "train" else [],
@@ -80,9 +79,8 @@ def data(file: Path, *, rows: int = 2, json: bool = False, flags: RunFlags | Non
         facts = [
             (name.replace("_", " "), ", ".join(map(str, value)) if isinstance(value, tuple) else str(value))
             for name, value in report["counts"].items()
-            if (value or name in ("rows", "kept")) and name not in ("filtered", "unpaired_examples")
+            if (value or name in ("rows", "kept")) and name not in ("filtered", "tied_examples")
         ]
-        facts += [("pairs", f"{report['pairs']:,}")] if report["pairs"] else []
         facts.append(("scored tokens", f"{report['scored tokens']:,}"))
         print_table(None, ("", ""), facts)
         for message in report["left out"]:
@@ -96,7 +94,7 @@ def data(file: Path, *, rows: int = 2, json: bool = False, flags: RunFlags | Non
 def left_out(counts: DataCounts, file: Path, max_length: int) -> list[str]:
     """What filters and ties took from a file, with lines."""
     messages = counts.messages(file, max_length)
-    return [text for text, (name, _) in messages if name.startswith(("data_filter_", "data_unpaired"))]
+    return [text for text, (name, _) in messages if name.startswith(("data_filter_", "data_tied"))]
 
 
 def measures(groups: Sequence[Group]) -> dict[str, list[float]]:

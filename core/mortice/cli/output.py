@@ -50,11 +50,11 @@ def spinner(*, quiet: bool = False) -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
-def bar(
-    what: str, *, quiet: bool = False, every: float | None = None
-) -> Iterator[Callable[[int, int, str], None]]:
-    """A function (done, all, the next one's name) that shows how far work with an end is, on a terminal; elsewhere, with
-    `every`, as a line after so many seconds."""
+def bar(what: str, *, quiet: bool = False, every: float | None = None) -> Iterator[Callable[[int, int, str], None]]:
+    """A function (done, all, the next one's name) that shows how far work with an end is, on a terminal.
+
+    Elsewhere, with `every`, it prints a line after so many seconds.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -107,6 +107,8 @@ def pairs(
     ):
         if not good:
             raise ConfigError(f"{name} {value} is out of range")
+    if raw and (template is not None or variable):
+        raise ConfigError("--template and --variable have no place in raw text; leave out --raw or them")
     output = output.expanduser().absolute()
     if output.exists() and not samples_file(output).exists():
         raise ConfigError(f"{output} exists, and was not made by this command; choose another output")
