@@ -173,15 +173,15 @@ def test_filters_go_in_order_and_say_what_they_dropped(tmp_path):
     ]
     assert list(counts.messages(file, 64)) == [
         (
-            "p.jsonl: filter score-gap drops 1 rows: chosen is rated less than 1 above rejected (line 2)",
+            "p.jsonl: filter score-gap drops 1 row: chosen is rated less than 1 above rejected (line 2)",
             ("data_filter_score-gap", 1),
         ),
         (
-            "p.jsonl: filter duplicates drops 1 pairs of other rows: the same stands in the file before (line 3)",
+            "p.jsonl: filter duplicates drops 1 pair of other rows: the same stands in the file before (line 3)",
             ("data_filter_duplicates", 1),
         ),
         (
-            "p.jsonl: filter identical drops 1 rows: chosen and rejected are identical (line 4)",
+            "p.jsonl: filter identical drops 1 row: chosen and rejected are identical (line 4)",
             ("data_filter_identical", 1),
         ),
     ]
@@ -245,8 +245,8 @@ def scored_run(folder, text: str = FILTERS):
 
 def test_check_data_and_train_report_filters(tmp_path, capsys):
     file = scored_run(tmp_path)
-    gap = "train.jsonl: filter score-gap drops 1 rows: chosen is rated less than 1 above rejected (line 1)"
-    repeated = "train.jsonl: filter duplicates drops 1 rows: the same stands in the file before (line 11)"
+    gap = "train.jsonl: filter score-gap drops 1 row: chosen is rated less than 1 above rejected (line 1)"
+    repeated = "train.jsonl: filter duplicates drops 1 row: the same stands in the file before (line 11)"
     code, out, err = call(capsys, "data", str(file), "--rows", "0")
     assert code == 0, err
     assert gap in out and repeated in out

@@ -51,7 +51,8 @@ class Filtered:
     """The first of these rows: their lines."""
 
     def __str__(self) -> str:
-        parts = [f"{n} {what}" for n, what in ((self.rows, "rows"), (self.pairs, "pairs of other rows")) if n]
+        counted = ((self.rows, "row", ""), (self.pairs, "pair", " of other rows"))
+        parts = [f"{n} {what}{'s' * (n > 1)}{more}" for n, what, more in counted if n]
         return f"filter {self.filter} drops {' and '.join(parts)}: {self.reason} ({_lines(self.examples, self.total)})"
 
     @property
