@@ -285,11 +285,31 @@ def test_prompts_as_strings_and_messages(tmp_path):
     assert "p.jsonl:5: 'prompt' is empty" in str(error.value)
 
 
-def test_an_error_in_the_middle_keeps_what_was_answered(tmp_path, ask):
+def test_records_that_a_reward_cannot_score_are_all_named_before_anything_is_sampled(tmp_path, ask):
     write_lines(tmp_path / "some.jsonl", [p | {"answer": 1} for p in PROMPTS[:3]] + PROMPTS[3:])
     code, _, err = ask("p.jsonl", reward="boxed", prompts="some.jsonl")
-    assert code == 2 and "some.jsonl:4: reward boxed: no 'answer'" in err
-    assert samples_file(tmp_path / "p.jsonl").read_text().count("\n") == 1 + 3
+    assert code == 2 and "some.jsonl: 3 bad of 6 rows\n" in err
+    assert re.findall(r"some\.jsonl:(\d): reward boxed: no 'answer'", err) == ["4", "5", "6"]
+    assert not samples_file(tmp_path / "p.jsonl").exists()
+
+
+def test_what_ends_a_run_keeps_what_was_answered(tmp_path):
+    prompts = [Prompt(f"f:{i}", {"prompt": str(i)}, str(i), (i,), 0) for i in range(3)]
+    asked: list[str] = []
+
+    def ask(prompt):
+        if prompt.where == "f:1" and len(asked) == 1:
+            raise KeyboardInterrupt
+        asked.append(prompt.where)
+        return [answer(0, "a", 1), answer(1, "b", 0)]
+
+    with pytest.raises(KeyboardInterrupt):
+        make_pairs(prompts, ask, tmp_path / "p.jsonl", Choice(1.0), {"seed": 0})
+    assert not (tmp_path / "p.jsonl").exists()
+    asked.append("again")
+    outcome = make_pairs(prompts, ask, tmp_path / "p.jsonl", Choice(1.0), {"seed": 0})
+    assert asked == ["f:0", "again", "f:1", "f:2"]
+    assert (outcome.reused, outcome.pairs) == (1, 3)
 
 
 def test_pairs_keep_system_tools_and_weight_of_their_record(tmp_path):

@@ -181,10 +181,8 @@ def load_groups(
             continue
         (read if group.pairs or "pairs" not in form.provides else tied).append(group)
     if problems:
-        shown = "\n  ".join(problems[:MOST_PROBLEMS])
-        more = f"\n  and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
         accepted = _accepted(form, name, misshapen, formats) if misshapen else ""
-        raise DataError(f"{file.absolute()}: {len(problems)} bad of {counts.rows} rows\n  {shown}{more}{accepted}")
+        raise DataError(bad_rows(file, problems, counts.rows) + accepted)
     if not counts.rows:
         raise DataError(f"data file holds no record: {file.absolute()}")
     counts.extra_keys = tuple(extra)
@@ -209,6 +207,13 @@ def load_groups(
             "there is nothing to prefer"
         )
     return groups, counts
+
+
+def bad_rows(file: Path, problems: Sequence[str], rows: int) -> str:
+    """What is wrong with the rows of a file, in one message: the first 20, and how many more."""
+    shown = "\n  ".join(problems[:MOST_PROBLEMS])
+    more = f"\n  and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
+    return f"{file.absolute()}: {len(problems)} bad of {rows} rows\n  {shown}{more}"
 
 
 def _nothing_left(file: Path, counts: DataCounts, max_length: int) -> str:

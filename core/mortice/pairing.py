@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 from attrs import asdict, define, evolve, field, frozen
 
 from mortice import atomic
-from mortice.data import MOST_PROBLEMS, read_records
+from mortice.data import bad_rows, read_records
 from mortice.errors import ConfigError, DataError
 from mortice.protocols import Sampling
 from mortice.randomness import stable_seed
@@ -126,9 +126,7 @@ def read_prompts(
         found.append(Prompt(where, record, prompt, ids, seen.get(ids, 0)))
         seen[ids] = seen.get(ids, 0) + 1
     if problems:
-        shown = "\n  ".join(problems[:MOST_PROBLEMS])
-        more = f"\n  and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
-        raise DataError(f"{file.absolute()}: {len(problems)} bad of {rows} rows\n  {shown}{more}")
+        raise DataError(bad_rows(file, problems, rows))
     return found
 
 
@@ -157,6 +155,21 @@ def _prompt(record: Any, tokenizer: Tokenizer, key: str, raw: bool) -> tuple[Any
     if not ids:
         raise DataError(f"{key!r} is empty")
     return prompt, tuple(ids)
+
+
+def check_rewards(file: Path, prompts: Sequence[Prompt], rewards: Sequence[NamedReward]) -> None:
+    """Score an empty answer to every record: what a reward cannot score is found before anything is sampled.
+
+    Raises one DataError that lists all of them.
+    """
+    problems = []
+    for prompt in prompts:
+        try:
+            rewarded(rewards, "", prompt.record, prompt.where)
+        except DataError as error:
+            problems.append(str(error))
+    if problems:
+        raise DataError(bad_rows(file, problems, len(prompts)))
 
 
 def answer(

@@ -90,7 +90,7 @@ def pairs(
     from mortice import blas
 
     blas.load()
-    from mortice.pairing import Choice, answer, folder_facts, make_pairs, read_prompts, samples_file
+    from mortice.pairing import Choice, answer, check_rewards, folder_facts, make_pairs, read_prompts, samples_file
     from mortice.plugins import load_plugins
     from mortice.pretrained import load
     from mortice.protocols import Sampling
@@ -123,6 +123,7 @@ def pairs(
     variables = dict(map(template_variable, variable))
     tokenizer = tokenizer.using(template, variables)
     found = read_prompts(prompts.expanduser(), tokenizer, key=key, raw=raw, limit=limit)
+    check_rewards(prompts, found, scored)
     sampling = Sampling(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, samples=samples, seed=seed,
         eos_ids=tokenizer.eos_ids,
