@@ -6,6 +6,7 @@ import json
 
 import pytest
 from attrs import frozen
+from tiny_run import adapter, apart, metrics, run, tiny_run, write_lines
 from tiny_tokenizers import tokenizer
 
 from mortice.batch import SCORE
@@ -339,3 +340,22 @@ def test_case_b05_several_answers_are_cut_together(tmp_path):
         assert RAW.decode(group.prompt_ids) == prompt
         assert [RAW.decode(c.ids) for c in group.completions] == ["x</s>", "yz</s>", "v</s>"]
         assert counts.prompts_cut == 1
+
+
+@pytest.mark.parametrize("layout", ["separate", "prefix-shared", "packed"])
+def test_several_rejected_answers_train_like_a_pair_each(tmp_path, layout):
+    """One step on {a > x, y} is one step on {a > x} and {a > y}: a loss of pairs is a mean over pairs."""
+    ways = {
+        "one": [{"prompt": "say: ", "chosen": "abc", "rejected": ["x", "yz"]}],
+        "two": [{"prompt": "say: ", "chosen": "abc", "rejected": text} for text in ("x", "yz")],
+    }
+    found = {}
+    for name, records in ways.items():
+        (tmp_path / name).mkdir()
+        file = tiny_run(tmp_path / name)
+        for part in ("train", "valid"):
+            write_lines(tmp_path / name / f"{part}.jsonl", records)
+        outcome = run(file, "train.steps=2", loss="simpo", layout=layout)
+        found[name] = (metrics(outcome)[-1]["loss"], adapter(outcome.path / "adapter"))
+    assert found["one"][0] == pytest.approx(found["two"][0], rel=1e-5)
+    assert apart(found["one"][1], found["two"][1]) < 1e-5
