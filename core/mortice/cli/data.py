@@ -123,8 +123,9 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
         width = max(1, -(-(high - low + 1) // BARS))
         starts = range(int(low), int(high) + 1, int(width))
         to = "–" if low >= 0 else " to "
-        bins = {f"{n}{to}{n + width - 1}": sum(n <= value < n + width for value in ordered) for n in starts}
-        return summary | {"bins": bins}
+        names = [f"{n}{to}{n + width - 1}" if width > 1 else str(n) for n in starts]
+        counts = [sum(n <= value < n + width for value in ordered) for n in starts]
+        return summary | {"bins": dict(zip(names, counts))}
     if low == high:
         return summary | {"bins": {f"{low:g}": len(ordered)}}
     edges = [low + (high - low) * i / BARS for i in range(BARS + 1)]
