@@ -174,7 +174,7 @@ def test_filters_go_in_order_and_say_what_they_dropped(tmp_path):
     assert list(counts.messages(file, 64)) == [
         (
             "p.jsonl: filter score-gap drops 1 row: chosen is rated less than 1 above rejected (line 2)",
-            ("data_filter_score-gap", 1),
+            ("data_filter_score_gap", 1),
         ),
         (
             "p.jsonl: filter duplicates drops 1 pair of other rows: the same stands in the file before (line 3)",
@@ -258,7 +258,7 @@ def test_check_data_and_train_report_filters(tmp_path, capsys):
     code, out, err = call(capsys, "check", str(file))
     assert code == 0 and gap in err and repeated in err
     code, out, err = call(capsys, "check", str(file), "--json")
-    assert json.loads(out)["counts"]["data_filter_score-gap"] == 1
+    assert json.loads(out)["counts"]["data_filter_score_gap"] == 1
     code, out, err = call(capsys, "train", str(file), "--set", "train.steps=1")
     assert code == 0 and gap in err and repeated in err
 

@@ -20,9 +20,10 @@ from mortice.errors import ConfigError, DataError
 from mortice.generation import continue_from, generate_tokens, prefill
 from mortice.launch import Notices, train
 from mortice.pairing import Answer, Choice, Prompt, Samples, choose, make_pairs, read_prompts, samples_file
-from mortice.pretrained import load
+from mortice.pretrained import load, random_model
 from mortice.protocols import Sampling
 from mortice_plugins.formats.preference import Preference
+from mortice_plugins.models.qwen3_5 import Qwen35Adapter
 
 EVEN = '{name = "regex", pattern = "^(..)*$"}'
 """Right is an answer of an even number of characters: a third of what the model writes."""
@@ -65,6 +66,17 @@ def test_continuations_of_one_prompt_do_not_meet():
     assert [list(continue_from(model, start, sampling)) for sampling in samplings] == alone
     turns = [continue_from(model, start, sampling) for sampling in samplings]
     assert [list(tokens) for tokens in zip(*zip(*turns))] == alone
+
+
+def test_continuations_of_a_recurrent_model():
+    model = random_model(Qwen35Adapter.examples[0], 0).model
+    samplings = [Sampling(max_tokens=8, temperature=0.0), *(Sampling(max_tokens=8, seed=s) for s in range(2))]
+    prompt = [i % 41 for i in IDS]
+    start = prefill(model, prompt)
+    turns = [continue_from(model, start, sampling) for sampling in samplings]
+    assert [list(tokens) for tokens in zip(*zip(*turns))] == [
+        list(generate_tokens(model, prompt, s)) for s in samplings
+    ]
 
 
 @pytest.mark.parametrize("name", ["gemma4_e2b", "qwen3", "minicpm5"])

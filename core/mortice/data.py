@@ -106,7 +106,7 @@ class DataCounts:
             yield text, ("data_tied", self.tied)
         for left in self.filtered:
             if left.total:
-                yield f"{file.name}: {left}", (f"data_filter_{left.filter}", left.total)
+                yield f"{file.name}: {left}", (f"data_filter_{left.filter.replace('-', '_')}", left.total)
         if self.extra_keys:
             yield f"{file.name}: keys not read: {', '.join(self.extra_keys)}", ("data_extra_keys", len(self.extra_keys))
 

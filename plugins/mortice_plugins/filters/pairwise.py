@@ -68,7 +68,8 @@ class ScoreGap:
 class GapWeight:
     """Weighs each pair by its score gap, on top of the record's own weight; pairs without a gap are left out.
 
-    A loss divides by the sum of the weights of a step, so only their proportions count.
+    A loss divides by the sum of the weights of a step, so only their proportions within a step count: at a batch size
+    of 1 they change nothing.
     """
 
     requires: ClassVar[frozenset[str]] = frozenset({"pairs"})
