@@ -39,11 +39,12 @@ def call(capsys, *arguments: str) -> tuple[int, str, str]:
 def test_counts_lengths_and_what_is_scored_are_shown(capsys, run_file):
     code, out, err = call(capsys, "data", str(run_file), "--rows", "1")
     assert code == 0, err
-    facts = {words[:-1]: words[-1] for line in out.splitlines() if (words := tuple(line.split()))}
+    facts = {words[:-1]: words[-1] for line in reversed(out.splitlines()) if (words := tuple(line.split()))}
     assert facts["rows",] == "2"
     assert (facts["prompts", "cut"], facts["identical", "pairs"], facts["extra", "keys"]) == ("1", "1", "id")
     assert facts["scored", "tokens"] == str(4 + 3 + 2 + 2)
-    assert facts["max",] == "4"
+    assert facts["pairs",] == "2"
+    assert facts["max",] == "68"
     assert "<|im_start|>user\n[bold]hi[/bold]<|im_end|>" in out
     assert "[chosen, 4 of 4 tokens scored] ⟦yes<|im_end|>⟧" in out
     assert "[rejected, 3 of 3 tokens scored] ⟦no<|im_end|>⟧" in out
@@ -55,7 +56,12 @@ def test_json_holds_the_same(capsys, run_file):
     assert code == 0, err
     (report,) = json.loads(out)
     assert report["counts"]["prompts_cut"] == report["counts"]["identical_pairs"] == 1
-    assert report["prompt tokens"]["max"] == 70 - 2
+    spreads = report["spreads"]
+    assert spreads["prompt tokens"]["max"] == 70 - 2
+    assert [spreads[f"{side} tokens"]["max"] for side in ("chosen", "rejected")] == [4, 3]
+    assert spreads["length difference, chosen − rejected tokens"] == {
+        "min": 0, "median": 1, "max": 1, "bins": {"0": 1, "1": 1}
+    }  # fmt: skip
     chosen = report["groups"][0]["completions"][0]
     assert (chosen["text"], chosen["scored"]) == ("yes<|im_end|>", [True] * 4)
 
@@ -76,7 +82,18 @@ def test_lengths_fall_into_bins_that_hold_them_all():
     assert found["bins"] == {"1–3": 3, "4–6": 0, "7–9": 0, "10–12": 0, "13–15": 0, "16–18": 0, "19–21": 1}
     assert (found["min"], found["median"], found["max"]) == (1, 2, 20)
     assert histogram(found)[0] == ("1–3", "3", "█" * 40)
-    assert spread([5])["bins"] == {"5–5": 1}
+    assert spread([5])["bins"] == {"5": 1}
+    assert spread([-3, 8, 8])["bins"] == {
+        "-3 to -2": 1,
+        "-1 to 0": 0,
+        "1 to 2": 0,
+        "3 to 4": 0,
+        "5 to 6": 0,
+        "7 to 8": 2,
+    }
+    gaps = spread([0.5, 0.5, 4.5])["bins"]
+    assert (len(gaps), gaps["0.5 to 1"], gaps["4 to 4.5"], sum(gaps.values())) == (8, 2, 1, 3)
+    assert spread([0.5])["bins"] == {"0.5": 1}
 
 
 def test_neighbours_with_one_mask_are_shown_together():

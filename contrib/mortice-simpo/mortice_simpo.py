@@ -32,7 +32,7 @@ class SimPO:
     def __call__(self, scores: TokenLogprobs, batch: Batch, /) -> LossOutput:
         mean = batch.mean(scores.logprobs)  # [C]
         chosen, rejected = mean[batch.pairs[:, 0]], mean[batch.pairs[:, 1]]  # [N]
-        weights = batch.weights[batch.pairs[:, 0]]
+        weights = batch.pair_weights  # [N]
         margin = chosen - rejected
         loss = mx.logaddexp(mx.zeros_like(margin), self.gamma - self.beta * margin)  # −log σ(beta · margin − gamma)
 

@@ -22,6 +22,10 @@ Gradients: TypeAlias = "dict[str, mx.array]"
 """Named as Hugging Face spells the modules: `model.layers.0.self_attn.q_proj.lora_a`. float32."""
 
 
+SCORE = "score"
+"""The rating of an answer, where its record has one, among a completion's `extras`."""
+
+
 def _tuple(value: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(value)
 
@@ -86,6 +90,12 @@ class Group:
     """(chosen, rejected) indices into `completions`. Empty where the group carries no preference."""
     record: Mapping[str, Any] | None = None
     """The record it came from, for rewards and for showing it."""
+    pair_weights: tuple[float, ...] = field(default=(), converter=_tuple)
+    """Of each pair, times the weight of its chosen completion; empty where all are 1."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.pair_weights and len(self.pair_weights) != len(self.pairs):
+            raise ValueError(f"pair_weights has {len(self.pair_weights)} entries for {len(self.pairs)} pairs")
 
     def prompt_of(self, k: int) -> tuple[int, ...]:
         own = self.completions[k].prompt_ids
@@ -107,6 +117,21 @@ class Group:
 
     def with_completions(self, completions: Sequence[Completion]) -> Group:
         return evolve(self, completions=tuple(completions))
+
+    def with_pairs(self, kept: Sequence[int]) -> Group | None:
+        """The group with only these of its pairs, and without completions that only others name; None for no pair."""
+        if len(kept) == len(self.pairs):
+            return self
+        used = sorted({k for i in kept for k in self.pairs[i]})
+        place = {k: i for i, k in enumerate(used)}
+        if not used:
+            return None
+        return evolve(
+            self,
+            completions=tuple(self.completions[k] for k in used),
+            pairs=tuple((place[c], place[r]) for c, r in (self.pairs[i] for i in kept)),
+            pair_weights=tuple(self.pair_weights[i] for i in kept) if self.pair_weights else (),
+        )
 
 
 @frozen
@@ -210,6 +235,8 @@ class Batch:
     """`[M]` bool: targets outside the loss mask; present only where the loss requires `prompt_logprobs`."""
     pairs: mx.array
     """`[N, 2]` int32: (chosen, rejected) completions."""
+    pair_weights: mx.array
+    """`[N]` float32: the weight of each pair's chosen completion, times the pair's own."""
     group: mx.array
     """`[C]` int32: the group of each completion."""
     lengths: mx.array

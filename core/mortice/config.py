@@ -94,6 +94,10 @@ class RunConfig:
         return [c.options for c in self.all("reward")]
 
     @property
+    def filters(self) -> tuple[tuple[str, Any], ...]:
+        return tuple((c.name, c.options) for c in self.all("filter"))
+
+    @property
     def controllers(self) -> list[tuple[str, Any]]:
         return [(c.name, c.options) for c in self.all("controller")]
 
@@ -479,7 +483,7 @@ ALWAYS_PROVIDED = frozenset({"ref_logprobs", "prompt_logprobs"})
 
 
 def check_requirements(config: RunConfig) -> None:
-    """Whether data, source, head and layout bring what each loss needs, and all strategies go together.
+    """Whether data, source, head and layout bring what each loss and filter needs, and all strategies go together.
 
     Raises ConfigError naming what would."""
     have = set(ALWAYS_PROVIDED)
@@ -487,8 +491,8 @@ def check_requirements(config: RunConfig) -> None:
         for chosen in config.all(kind):
             have |= set(getattr(chosen.options, "provides", ()))
     problems = []
-    for loss in config.all("loss"):
-        lacking = sorted(set(getattr(loss.options, "requires", ())) - have)
+    for chosen in (*config.all("loss"), *config.all("filter")):
+        lacking = sorted(set(getattr(chosen.options, "requires", ())) - have)
         for need in lacking:
             givers = [f"{s.kind} {s.name!r}" for s in config.plugins.registry.all() if need in _provided(s)]
             givers += [
@@ -497,7 +501,7 @@ def check_requirements(config: RunConfig) -> None:
                 if need in _provided(s)
             ]
             remedy = f"; it comes with {', '.join(givers)}" if givers else "; no installed plugin provides it"
-            problems.append(f"loss {loss.name!r} needs {need}, which this run does not have{remedy}")
+            problems.append(f"{chosen.kind} {chosen.name!r} needs {need}, which this run does not have{remedy}")
     problems += _disagreements(config)
     if problems:
         raise ConfigError("\n".join(problems))

@@ -394,6 +394,13 @@ class CacheContext(Context):
         self._states |= self._next
         self._next = {}
 
+    def branch(self) -> CacheContext:
+        """A context of its own behind the tokens that are done: several continuations of one prompt."""
+        other = CacheContext()
+        other.offset, other._length, other._states = self.offset, dict(self._length), dict(self._states)
+        other._cache = {layer: (k[:], v[:]) for layer, (k, v) in self._cache.items()}  # written in place
+        return other
+
     def arrays(self) -> list[mx.array]:
         """What the cache holds, to be evaluated."""
         return [x for held in (self._cache, self._states) for kept in held.values() for x in kept]

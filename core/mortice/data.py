@@ -1,4 +1,4 @@
-"""Files of records to groups: reading, checking, cutting to length, counting. Nothing is lost in silence.
+"""Files of records to groups: reading, checking, filtering, cutting to length, counting. Nothing is lost in silence.
 
 JSON Lines (UTF-8 with or without BOM, any line ending, blank lines allowed), or a .json file that holds one list.
 """
@@ -11,15 +11,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from attrs import asdict, define, evolve
+from attrs import asdict, define, evolve, frozen
 
 from mortice.batch import Group
 from mortice.errors import DataError, nearest
-from mortice.protocols import DataFormat
+from mortice.protocols import DataFormat, Filter
 from mortice.tokenizer import Tokenizer
 
 MOST_PROBLEMS = 20
 """Bad rows that one message lists."""
+MOST_EXAMPLES = 5
+"""Rows that a filter's message names."""
 
 
 class Lengths(Protocol):
@@ -35,6 +37,29 @@ class Lengths(Protocol):
     def limit(self) -> int | None: ...
 
 
+@frozen
+class Filtered:
+    """What one filter left out of one file."""
+
+    filter: str
+    reason: str
+    rows: int
+    """Dropped whole."""
+    pairs: int
+    """Taken from rows that stay."""
+    examples: tuple[str, ...]
+    """The first of these rows: their lines."""
+
+    def __str__(self) -> str:
+        counted = ((self.rows, "row", ""), (self.pairs, "pair", " of other rows"))
+        parts = [f"{n} {what}{'s' * (n > 1)}{more}" for n, what, more in counted if n]
+        return f"filter {self.filter} drops {' and '.join(parts)}: {self.reason} ({_lines(self.examples, self.total)})"
+
+    @property
+    def total(self) -> int:
+        return self.rows + self.pairs
+
+
 @define
 class DataCounts:
     """What became of the rows of one file."""
@@ -47,6 +72,14 @@ class DataCounts:
     """Groups whose longest completion alone did not fit; its end is gone, EOS included."""
     dropped: int = 0
     """Groups that were left with nothing to score."""
+    tied: int = 0
+    """Rows of a format of pairs that made none: all answers tie."""
+    tied_examples: tuple[str, ...] = ()
+    """Lines of the first of them."""
+    filtered: tuple[Filtered, ...] = ()
+    """What each filter left out."""
+    pairs: int = 0
+    """Pairs of the rows that are kept."""
     identical_pairs: int = 0
     """Pairs whose two answers are the same: no preference to learn."""
     different_prompts: int = 0
@@ -65,7 +98,15 @@ class DataCounts:
         ):
             count = getattr(self, name)
             if count:
-                yield f"{file.name}: {count} of {self.rows} {text}", (f"data_{name}", count)
+                of = self.pairs if name == "identical_pairs" else self.rows
+                yield f"{file.name}: {count} of {of} {text}", (f"data_{name}", count)
+        if self.tied:
+            lines = _lines(self.tied_examples, self.tied)
+            text = f"{file.name}: {self.tied} of {self.rows} rows dropped, whose answers tie: no pair ({lines})"
+            yield text, ("data_tied", self.tied)
+        for left in self.filtered:
+            if left.total:
+                yield f"{file.name}: {left}", (f"data_filter_{left.filter.replace('-', '_')}", left.total)
         if self.extra_keys:
             yield f"{file.name}: keys not read: {', '.join(self.extra_keys)}", ("data_extra_keys", len(self.extra_keys))
 
@@ -109,15 +150,17 @@ def read_records(file: Path) -> Iterator[tuple[str, Any]]:
 
 def load_groups(
     file: Path, form: DataFormat, tokenizer: Tokenizer, options: Lengths, *, name: str = "",
-    formats: Callable[[], Mapping[str, DataFormat]] = dict,
+    formats: Callable[[], Mapping[str, DataFormat]] = dict, filters: Sequence[tuple[str, Filter]] = (),
 ) -> tuple[list[Group], DataCounts]:  # fmt: skip
     """Every usable record of a file as a group, and the counts of what was cut and dropped.
 
-    For messages: `name` is the format's, `formats` gives all formats by name. Raises one DataError that lists all bad
-    rows (the first 20 and how many more), or that says why nothing is left to train on.
+    `filters` go by name over all groups, in order, before any is cut to length. For messages: `name` is the format's,
+    `formats` gives all formats by name. Raises one DataError that lists all bad rows (the first 20 and how many more),
+    or that says why nothing is left to train on.
     """
     counts = DataCounts()
-    groups: list[Group] = []
+    read: list[Group] = []
+    tied: list[Group] = []
     problems: list[str] = []
     misshapen: list[Any] = []
     extra: dict[str, None] = {}
@@ -136,32 +179,71 @@ def load_groups(
         except DataError as error:
             problems.append(f"{where}: {error}")
             continue
+        (read if group.pairs or "pairs" not in form.provides else tied).append(group)
+    if problems:
+        accepted = _accepted(form, name, misshapen, formats) if misshapen else ""
+        raise DataError(bad_rows(file, problems, counts.rows) + accepted)
+    if not counts.rows:
+        raise DataError(f"data file holds no record: {file.absolute()}")
+    counts.extra_keys = tuple(extra)
+    counts.tied, counts.tied_examples = len(tied), _examples(tied)
+    counts.filtered = tuple(_filter(read, *named, file) for named in filters)
+    groups: list[Group] = []
+    for group in read:
         cut = truncate(group, options.max_length, options.truncation, tokenizer.bos_id, counts)
         if cut is not None and not any(c.weight for c in cut.completions):
             counts.dropped += 1  # a weight of 0 leaves nothing to learn
         elif cut is not None:
             groups.append(cut)
-            counts.identical_pairs += any(cut.completions[c].ids == cut.completions[r].ids for c, r in cut.pairs)
+            counts.pairs += len(cut.pairs)
+            counts.identical_pairs += sum(cut.completions[c].ids == cut.completions[r].ids for c, r in cut.pairs)
             counts.different_prompts += not cut.one_prompt
-    counts.kept, counts.extra_keys = len(groups), tuple(extra)
-    if problems:
-        shown = "\n  ".join(problems[:MOST_PROBLEMS])
-        more = f"\n  and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
-        accepted = _accepted(form, name, misshapen, formats) if misshapen else ""
-        raise DataError(f"{file.absolute()}: {len(problems)} bad of {counts.rows} rows\n  {shown}{more}{accepted}")
-    if not counts.rows:
-        raise DataError(f"data file holds no record: {file.absolute()}")
+    counts.kept = len(groups)
     if not groups:
+        raise DataError(_nothing_left(file, counts, options.max_length))
+    if "pairs" in form.provides and counts.identical_pairs == counts.pairs:
         raise DataError(
-            f"{file.absolute()}: nothing is left to train on; all {counts.rows} rows were dropped because no token to "
-            f"score fits max_length {options.max_length}"
-        )
-    if "pairs" in form.provides and counts.identical_pairs == len(groups):
-        raise DataError(
-            f"{file.absolute()}: in every one of the {len(groups)} pairs chosen and rejected are identical; "
+            f"{file.absolute()}: in every one of the {counts.pairs} pairs chosen and rejected are identical; "
             "there is nothing to prefer"
         )
     return groups, counts
+
+
+def bad_rows(file: Path, problems: Sequence[str], rows: int) -> str:
+    """What is wrong with the rows of a file, in one message: the first 20, and how many more."""
+    shown = "\n  ".join(problems[:MOST_PROBLEMS])
+    more = f"\n  and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
+    return f"{file.absolute()}: {len(problems)} bad of {rows} rows\n  {shown}{more}"
+
+
+def _nothing_left(file: Path, counts: DataCounts, max_length: int) -> str:
+    text = f"{file.absolute()}: nothing is left to train on; all {counts.rows} rows were dropped"
+    if counts.dropped == counts.rows:
+        return f"{text} because no token to score fits max_length {max_length}"
+    return "\n  ".join([text, *(message for message, _ in counts.messages(file, max_length))])
+
+
+def _filter(groups: list[Group], name: str, keep: Filter, file: Path) -> Filtered:
+    """Let one filter go over the groups, in place. Raises DataError, naming the filter, where it cannot."""
+    try:
+        found = list(keep(tuple(groups)))
+    except DataError as error:
+        raise DataError(f"{file.absolute()}: filter {name}: {error}") from error
+    if len(found) != len(groups):
+        raise ValueError(f"filter {name} returned {len(found)} groups for {len(groups)}")
+    touched = [g for g, left in zip(groups, found) if left is None or len(left.pairs) < len(g.pairs)]
+    pairs = sum(len(g.pairs) - len(left.pairs) for g, left in zip(groups, found) if left is not None)
+    groups[:] = [left for left in found if left is not None]
+    return Filtered(name, keep.reason, found.count(None), pairs, _examples(touched))
+
+
+def _examples(groups: Sequence[Group]) -> tuple[str, ...]:
+    """Lines of the first groups: what stands behind the file's name in their ids."""
+    return tuple(group.id.rpartition(":")[2] for group in groups[:MOST_EXAMPLES])
+
+
+def _lines(examples: Sequence[str], total: int) -> str:
+    return f"line{'s' * (total > 1)} {', '.join(examples)}{', …' * (total > len(examples))}"
 
 
 def _misshape(record: Any, form: DataFormat) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
+from attrs import frozen
 
 from mortice.batch import Group
 from mortice.context import CacheContext
@@ -40,29 +41,49 @@ def next_token(logits: mx.array, sampling: Sampling, place: int) -> int:
     return int(number(mx.random.categorical(logprobs, key=stable_key(sampling.seed, "token", place))))
 
 
-def generate_tokens(model: Model, prompt: Sequence[int], sampling: Sampling) -> Iterator[int]:
-    """Token ids one by one, the end-of-sequence id included where one comes, at most `max_tokens` of them.
+@frozen(eq=False)
+class Prefilled:
+    """A prompt that was run once; any number of continuations start from it."""
 
-    Raises ValueError for an empty prompt.
-    """
+    ctx: CacheContext
+    logits: mx.array
+    """`[V]`, soft-capped: of the first token behind the prompt."""
+
+
+def prefill(model: Model, prompt: Sequence[int]) -> Prefilled:
+    """Run a prompt. Raises ValueError for an empty one, DataError for a token that the model has no row for."""
     if not prompt:
         raise ValueError("a prompt needs at least one token")
     check_vocabulary([Group("prompt", prompt, ())], model.output.vocab)
     model.read()
     ctx = CacheContext()
-    tokens = list(prompt)
+    for start in range(0, len(prompt), PREFILL):
+        logits = _next_logits(model, ctx, prompt[start : start + PREFILL])
+    return Prefilled(ctx, logits)
+
+
+def _next_logits(model: Model, ctx: CacheContext, tokens: Sequence[int]) -> mx.array:
+    """Logits `[V]` behind the last of the tokens, which the cache takes in."""
+    hidden = model.hidden(ctx, mx.array(list(tokens)))[-1:]
+    ctx.advance(len(tokens))
+    mx.eval(hidden, ctx.arrays())
+    return model.output.finish(model.output.project(hidden))[0]
+
+
+def continue_from(model: Model, start: Prefilled, sampling: Sampling) -> Iterator[int]:
+    """Token ids behind a prompt, one by one, the end-of-sequence id included where one comes, at most `max_tokens`."""
+    ctx, logits = start.ctx.branch(), start.logits
     for place in range(sampling.max_tokens):
-        for start in range(0, len(tokens), PREFILL):
-            part = tokens[start : start + PREFILL]
-            hidden = model.hidden(ctx, mx.array(part))[-1:]
-            ctx.advance(len(part))
-            mx.eval(hidden, ctx.arrays())
-        output = model.output
-        token = next_token(output.finish(output.project(hidden))[0], sampling, place)
+        token = next_token(logits, sampling, place)
         yield token
-        if token in sampling.eos_ids:
+        if token in sampling.eos_ids or place == sampling.max_tokens - 1:
             return
-        tokens = [token]
+        logits = _next_logits(model, ctx, [token])
+
+
+def generate_tokens(model: Model, prompt: Sequence[int], sampling: Sampling) -> Iterator[int]:
+    """`continue_from` of a prompt that is run for this alone."""
+    yield from continue_from(model, prefill(model, prompt), sampling)
 
 
 def stream_text(tokens: Iterator[int], tokenizer: Tokenizer, stop_ids: Sequence[int] = ()) -> Iterator[str]:

@@ -66,6 +66,11 @@ def register_formats(register: Register) -> None:
 
 
 @hookspec
+def register_filters(register: Register) -> None:
+    """`filter`: which rows and pairs of a data file are trained on. See `mortice.protocols.Filter`."""
+
+
+@hookspec
 def register_rollouts(register: Register) -> None:
     """`rollout`: samples completions. See `mortice.protocols.RolloutEngine`."""
 
@@ -129,6 +134,7 @@ HOOKS: dict[str, str] = {
     "model": "register_models",
     "adapter": "register_adapters",
     "data": "register_formats",
+    "filter": "register_filters",
     "rollout": "register_rollouts",
     "reward": "register_rewards",
     "optimizer": "register_optimizers",

@@ -149,6 +149,7 @@ def prepare(config: RunConfig, notices: Notices | None = None) -> Prepared:
             policy=policy,
             poll=signals.poll,
             formats=config.formats,
+            filters=config.filters,
         )
     )
     known = getattr(source, "known", None)

@@ -62,6 +62,9 @@ def make_batch(micro: MicroBatch, requires: frozenset[str] = frozenset()) -> Bat
     first = np.concatenate([[0], np.cumsum([len(g.completions) for g in micro.groups])])
     pairs = [(first[i] + c, first[i] + r) for i, group in enumerate(micro.groups) for c, r in group.pairs]
 
+    own = [w for group in micro.groups for w in group.pair_weights or (1.0,) * len(group.pairs)]
+    pair_weights = [completions[chosen][3].weight * weight for (chosen, _), weight in zip(pairs, own)]
+
     def per_token(name: str) -> mx.array | None:
         vectors = [getattr(c, name) for _, _, _, c in completions]
         if all(v is None for v in vectors) and name not in requires:
@@ -80,6 +83,7 @@ def make_batch(micro: MicroBatch, requires: frozenset[str] = frozenset()) -> Bat
         owner=mx.array(owner),
         is_prompt=mx.array(is_prompt),
         pairs=mx.array(np.asarray(pairs, dtype=np.int32).reshape(-1, 2)),
+        pair_weights=mx.array(np.asarray(pair_weights, dtype=np.float32)),
         group=mx.array(group_index.astype(np.int32)),
         lengths=mx.array(owners.sum(axis=1).astype(np.float32)),
         advantages=per_completion([c.advantage for _, _, _, c in completions], 0.0),

@@ -167,6 +167,22 @@ class DataFormat(Protocol):
         ...
 
 
+@runtime_checkable
+class Filter(Protocol):
+    """Which groups of a data file are trained on, which of their pairs, and with what weight.
+
+    Gets all groups of one file, in order and before any is cut to length, and gives back for each what stays of it:
+    the group itself, one with fewer pairs (`Group.with_pairs`) or other weights, or None. `reason` says in a few words
+    what is wrong with those that go. `requires` (optional) names what it needs of the format: `pairs`. Raises DataError
+    where a group lacks what it goes by.
+    """
+
+    @property
+    def reason(self) -> str: ...
+
+    def __call__(self, groups: Sequence[Group], /) -> Sequence[Group | None]: ...
+
+
 class Report(Protocol):
     """Where a source or a strategy says what a user should see: shown once, and counted in the metrics."""
 
@@ -203,6 +219,8 @@ class SourceContext:
     """To be called now and then in long work: raises when the run is to stop."""
     formats: Callable[[], Mapping[str, DataFormat]] = dict
     """All formats by name, for messages about records that this run's cannot read."""
+    filters: tuple[tuple[str, Filter], ...] = ()
+    """By name, in the order of the run file: what of the data is left out (`mortice.data.load_groups`)."""
 
 
 class LiveSource(Protocol):

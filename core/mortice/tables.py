@@ -152,9 +152,9 @@ CORE_TABLES: dict[str, type] = {
     "run": RunOptions,
 }
 STRATEGY_TABLES = tuple(k for k in HOOKS if k not in ("model", "data", "task"))
-LISTS = ("loss", "tracker", "reward", "controller")
+LISTS = ("loss", "tracker", "filter", "reward", "controller")
 """Kinds of which a run may take several, as `[[kind]]`."""
 PATHS = {("model", "path"), ("model", "config"), ("model", "chat_template"), ("reference", "policy")}
 """Keys that may hold a path or something else; options of the type Path need not stand here."""
-OPTIONAL = ("rollout", "reward", "controller")
+OPTIONAL = ("filter", "rollout", "reward", "controller")
 """Kinds that a run may do without."""

@@ -163,8 +163,74 @@ preference = _plugin(
     "preference",
     "dpo",
 )
+rated = _plugin(
+    "data",
+    "mortice_plugins.formats.rated:Rated",
+    "A prompt with several rated answers; pairs are made of those whose ratings are apart.",
+    "rated",
+)
+ultrafeedback = _plugin(
+    "data",
+    "mortice_plugins.formats.ultrafeedback:UltraFeedback",
+    "UltraFeedback's records, as published (rated answers) or binarized.",
+    "ultrafeedback",
+)
+hh = _plugin(
+    "data",
+    "mortice_plugins.formats.hh:HH",
+    'Pairs of whole transcripts, "Human: … Assistant: …"; the last answers are scored.',
+    "hh",
+)
 chat = _plugin("data", "mortice_plugins.formats.chat:Chat", "A list of messages; assistant turns are scored.", "chat")
 completion = _plugin(
     "data", "mortice_plugins.formats.completion:CompletionFormat", "A prompt and its completion.", "completion"
 )
 text = _plugin("data", "mortice_plugins.formats.text:Text", "Raw text, scored whole.", "text")
+score_gap = _plugin(
+    "filter",
+    "mortice_plugins.filters.pairwise:ScoreGap",
+    "Leaves out pairs whose scores are too close, or the wrong way round.",
+    "score-gap",
+)
+gap_weight = _plugin(
+    "filter", "mortice_plugins.filters.pairwise:GapWeight", "Weighs pairs by their score gap.", "gap-weight"
+)
+length_ratio = _plugin(
+    "filter",
+    "mortice_plugins.filters.pairwise:LengthRatio",
+    "Leaves out pairs of which one answer is much longer than the other.",
+    "length-ratio",
+)
+identical = _plugin(
+    "filter",
+    "mortice_plugins.filters.pairwise:Identical",
+    "Leaves out pairs whose two answers are the same.",
+    "identical",
+)
+duplicates = _plugin(
+    "filter",
+    "mortice_plugins.filters.repeats:Duplicates",
+    "Leaves out what an earlier row has already.",
+    "duplicates",
+)
+ambiguous = _plugin(
+    "filter",
+    "mortice_plugins.filters.repeats:Ambiguous",
+    "Leaves out pairs that are there in both orders.",
+    "ambiguous",
+)
+length = _plugin(
+    "filter",
+    "mortice_plugins.filters.length:Length",
+    "Leaves out rows with a prompt or an answer that is too short or too long.",
+    "length",
+)
+regex_reward = _plugin(
+    "reward", "mortice_plugins.rewards.regex:Regex", "1 where a pattern matches the answer.", "regex"
+)
+boxed_reward = _plugin(
+    "reward", "mortice_plugins.rewards.boxed:Boxed", r"1 where the last \boxed{…} holds the right answer.", "boxed"
+)
+length_reward = _plugin(
+    "reward", "mortice_plugins.rewards.length:Length", "1 where the length of the answer is within bounds.", "length"
+)

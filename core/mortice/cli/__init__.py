@@ -22,6 +22,7 @@ COMMANDS = {
     "check": ("check:check", "Check a run file, its model and its data, without training."),
     "plan": ("plan:plan", "Predict peak memory and time, or what fits a memory limit."),
     "data": ("data:data", "Show how records tokenize, what is scored and what is cut."),
+    "pairs": ("pairs:pairs", "Make preference pairs from a model's own answers and a checker."),
     "list": ("list_strategies:show", "List the strategies of all installed plugins."),
     "describe": ("describe:describe", "Show a strategy and its options, or what a model folder holds."),
     "plugins": ("plugins:plugins", "List installed plugins and what failed to load."),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -49,21 +50,32 @@ def spinner(*, quiet: bool = False) -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
-def bar(what: str, *, quiet: bool = False) -> Iterator[Callable[[int, int, str], None]]:
-    """A function (done, all, the next one's name) that shows how far work with an end is, on a terminal."""
+def bar(what: str, *, quiet: bool = False, every: float | None = None) -> Iterator[Callable[[int, int, str], None]]:
+    """A function (done, all, the next one's name) that shows how far work with an end is, on a terminal.
+
+    Elsewhere, with `every`, it prints a line after so many seconds.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, highlight=False)
     if quiet or not console.is_terminal:
-        yield lambda *_: None
+        last = time.monotonic()
+
+        def line(done: int, whole: int, at: str) -> None:
+            nonlocal last
+            if not quiet and every is not None and time.monotonic() - last >= every:
+                last = time.monotonic()
+                console.print(f"{what} {done}/{whole}  {at}", soft_wrap=True, markup=False)
+
+        yield line
         return
     columns = (
         TextColumn(what),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[at]}"),
+        TextColumn("{task.fields[at]}", markup=False),
     )
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(what, total=None, at="")

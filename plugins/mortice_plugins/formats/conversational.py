@@ -59,7 +59,7 @@ class Conversational:
         """Turns, headed by the record's own `system` text where they have none, with the `system` option applied."""
         own = record.get("system")
         if own is not None and not isinstance(own, str):
-            raise DataError(f"'system' must be a string, found {_kind(own)}")
+            raise DataError(f"'system' must be a string, found {kind_name(own)}")
         if own and not any(t["role"] == "system" for t in turns):
             turns = [{"role": "system", "content": own}, *turns]
         if self.system == "keep":
@@ -79,13 +79,13 @@ def messages(value: Any, key: str, role: str) -> list[dict[str, Any]]:
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
-        raise DataError(f"{key!r} must be a string or a list of messages, found {_kind(value)}")
+        raise DataError(f"{key!r} must be a string or a list of messages, found {kind_name(value)}")
     return [_message(m, f"{key}[{i}]") for i, m in enumerate(value)]
 
 
 def _message(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise DataError(f"{where} must be a message, found {_kind(value)}")
+        raise DataError(f"{where} must be a message, found {kind_name(value)}")
     if "from" in value and "value" in value:
         value = {"role": _SHAREGPT.get(value["from"], value["from"]), "content": value["value"]}
     role, content = value.get("role"), value.get("content")
@@ -99,10 +99,10 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     if content is None and value.get("tool_calls"):
         content = ""
     if not isinstance(content, str):
-        raise DataError(f"{where}.content must be text, found {_kind(content)}")
+        raise DataError(f"{where}.content must be text, found {kind_name(content)}")
     calls = value.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)):
-        raise DataError(f"{where}.tool_calls must be a list of objects, found {_kind(calls)}")
+        raise DataError(f"{where}.tool_calls must be a list of objects, found {kind_name(calls)}")
     return {**value, "role": role, "content": content}
 
 
@@ -112,7 +112,7 @@ def tools(record: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
     if value is None:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
-        raise DataError(f"'tools' must be a list of objects, found {_kind(value)}")
+        raise DataError(f"'tools' must be a list of objects, found {kind_name(value)}")
     return value
 
 
@@ -128,10 +128,11 @@ def text_of(record: Mapping[str, Any], key: str) -> Any:
     """A string or a list under `key`. Raises DataError for anything else."""
     value = record[key]
     if not isinstance(value, (str, list)):
-        raise DataError(f"{key!r} must be a string or a list of messages, found {_kind(value)}")
+        raise DataError(f"{key!r} must be a string or a list of messages, found {kind_name(value)}")
     return value
 
 
-def _kind(value: Any) -> str:
+def kind_name(value: Any) -> str:
+    """A JSON value in a word, for messages."""
     names = {"NoneType": "null", "dict": "an object", "list": "a list", "str": "a string", "bool": "a boolean"}
     return names.get(type(value).__name__, f"the number {value!r}")

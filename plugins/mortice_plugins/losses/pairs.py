@@ -1,6 +1,6 @@
 """What losses of preference pairs share: the two sides of a pair, means over pairs, label smoothing, metrics.
 
-A batch has C completions and N pairs; a pair counts with the weight of its chosen completion.
+A batch has C completions and N pairs; a pair counts with the weight of its chosen completion, times its own.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ def sides(x: mx.array, batch: Batch) -> Sides:
 
 def mean_over_pairs(x: mx.array, batch: Batch) -> tuple[mx.array, mx.array]:
     """(total, count) of `x [N]`."""
-    weights = batch.weights[batch.pairs[:, 0]]  # [N]
-    return (weights * x).sum(), weights.sum()
+    return (batch.pair_weights * x).sum(), batch.pair_weights.sum()
 
 
 def log_ratios(scores: TokenLogprobs, batch: Batch) -> mx.array:

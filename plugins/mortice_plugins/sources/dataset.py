@@ -33,8 +33,9 @@ class Dataset:
 
         def read(path: Any) -> list[Group]:
             groups, counts = load_groups(
-                path, context.format, context.tokenizer, data, name=name, formats=context.formats
-            )
+                path, context.format, context.tokenizer, data, name=name, formats=context.formats,
+                filters=context.filters,
+            )  # fmt: skip
             _tell(context, path, counts, data.max_length)
             return groups
 
@@ -92,12 +93,11 @@ class LiveDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of all token ids, masks and weights, in the order of the files."""
+        """Of all token ids, masks, pairs and weights, in the order of the files."""
         digest = hashlib.blake2b(digest_size=16)
         for group in (*self.train, *self.valid):
-            digest.update(
-                repr((group.prompt_ids, [(c.ids, c.loss_mask, c.weight) for c in group.completions])).encode()
-            )
+            completions = [(c.ids, c.loss_mask, c.weight) for c in group.completions]
+            digest.update(repr((group.prompt_ids, completions, group.pairs, group.pair_weights)).encode())
         return digest.hexdigest()
 
     def state(self) -> dict[str, Any]:
