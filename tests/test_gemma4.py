@@ -471,9 +471,10 @@ def test_packed_experts_equal_their_floats(tmp_path, bits):
         params = {n: p + 0.05 * mx.random.normal(p.shape, key=mx.random.key(i))
                   for i, (n, p) in enumerate(params.items())}  # fmt: skip
         model.mark_trainable(params)
-        steps += [
-            engine(model, backward).gradients(params, PAIRS)[1] for backward in (Full(), Segmented(segment_size=1))
-        ]
+        # Rows of 7 and of 18 tokens: packed experts as they are, and unpacked, in a trace and outside.
+        for backward, layout in ((Full(), None), (Segmented(segment_size=1), None), (Full(), Packed()),
+                                 (Segmented(segment_size=1), Packed()), (Checkpoint(segment_size=3), Packed())):  # fmt: skip
+            steps.append(engine(model, backward, layout).gradients(params, PAIRS)[1])
     assert all(mx.abs(value).max().item() > 0 for value in steps[0].values())
     for found in steps[1:]:
         assert relative(found, steps[0]) < 1e-4
