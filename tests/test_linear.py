@@ -6,8 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mortice import linear
-from mortice import staging
+from mortice import linear, staging
 from mortice.linear import Embedding, Linear, Quantization, QuantizedEmbedding, QuantizedLinear, Stacked, quantized
 from mortice.model import Output
 

@@ -227,8 +227,10 @@ class Gemma4(Model):
 
     @property
     def mlx_lm_config(self) -> Mapping[str, Any]:
-        """Everything spelled out: mlx-lm has other defaults than transformers and does not read `per_layer_config`. Of a
-        multimodal config it takes the size of the vocabulary from outside `text_config`."""
+        """Everything spelled out: mlx-lm has other defaults than transformers and does not read `per_layer_config`.
+
+        Of a multimodal config it takes the size of the vocabulary from outside `text_config`.
+        """
         if not self._c.multimodal:
             return dict(self.config) | self._c.spelled_out
         text = dict(self.config["text_config"]) | self._c.spelled_out
