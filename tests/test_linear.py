@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mortice import linear
+from mortice import linear, staging
 from mortice.linear import Embedding, Linear, Quantization, QuantizedEmbedding, QuantizedLinear, Stacked, quantized
 from mortice.model import Output
 
@@ -223,3 +223,36 @@ def test_a_packed_stack_equals_its_floats(q, rows):
     (expected,), (pulled,) = mx.vjp(lambda x: [floats(x, which)], [x], [seed])
     assert _apart(found, expected) < 1e-4
     assert _apart(dx, pulled) < 1e-4
+
+
+@pytest.mark.parametrize("q", [Quantization(4, 32), *FLOATING, None], ids=str)
+def test_a_stack_goes_matrix_by_matrix_outside_traces(q):
+    """And unpacks only those that rows go to: 1 and 3 of four. `None`: matrices in bfloat16."""
+    keys = mx.random.split(mx.random.key(0), 3)
+    x, seed = mx.random.normal((40, 32), key=keys[0]), mx.random.normal((40, 8), key=keys[1])
+    which = mx.array([1] * 25 + [3] * 15)
+    floats = mx.random.normal((4, 8, 32), key=keys[2])
+    module = Stacked(4, 32, 8) if q is None else quantized(Stacked(4, 32, 8), q)
+    if q is None:
+        module.weight = floats.astype(mx.bfloat16)
+    else:
+        parts = mx.quantize(floats, group_size=q.group_size, bits=q.bits, mode=q.mode)
+        dict.update(module, dict(zip(("weight", "scales", "biases"), parts)))
+        unpack, unpacked = module._unpack, []
+        object.__setattr__(module, "_unpack", lambda *part: unpacked.append(part[0].shape) or unpack(*part))
+
+    def function(x):
+        return [module(mx.sin(x), which)]
+
+    (expected,), (pulled,) = mx.vjp(function, [x], [seed])
+    mx.eval(expected, pulled)
+    if q is not None:
+        assert unpacked == [module.weight.shape] * 2
+        unpacked.clear()
+    with staging.eagerly(keep=True) as tape:
+        (found,) = function(x)
+    (dx,) = staging.vjp(function, [x], [seed], tape)
+    assert _apart(found, expected) < 1e-4
+    assert _apart(dx, pulled) < 1e-4
+    if q is not None:
+        assert unpacked == [module.weight.shape[1:]] * 4

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
 import mlx.core as mx
 from attrs import frozen
 
+from mortice import staging
 from mortice.batch import Group
 from mortice.context import CacheContext
 from mortice.data import check_vocabulary
+from mortice.linear import FEW, on_cpu
 from mortice.model import Model
 from mortice.objective import number
 from mortice.protocols import Sampling
@@ -64,7 +67,9 @@ def prefill(model: Model, prompt: Sequence[int]) -> Prefilled:
 
 def _next_logits(model: Model, ctx: CacheContext, tokens: Sequence[int]) -> mx.array:
     """Logits `[V]` behind the last of the tokens, which the cache takes in."""
-    hidden = model.hidden(ctx, mx.array(list(tokens)))[-1:]
+    # A prompt's operations run at once, as in evaluation; a single token is not worth the waiting in between.
+    with staging.eagerly() if on_cpu() and len(tokens) > FEW else nullcontext():
+        hidden = model.hidden(ctx, mx.array(list(tokens)))[-1:]
     ctx.advance(len(tokens))
     mx.eval(hidden, ctx.arrays())
     return model.output.finish(model.output.project(hidden))[0]

@@ -11,7 +11,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from attrs import frozen
+
+from mortice import staging
 
 FEW = 2
 """Rows up to which the CPU multiplies packed weights as they are (decoding); unpacking pays from the third on."""
@@ -174,7 +177,8 @@ class Stacked(nn.Module):
 
 
 class QuantizedStacked(Packed):
-    """`Stacked` over packed rows. On the CPU all matrices of the stack are unpacked for a product."""
+    """`Stacked` over packed rows. On the CPU matrices are unpacked for a product: inside a trace all of the stack, else
+    one after the other and only those that a row goes to."""
 
     def __call__(self, x: mx.array, which: mx.array) -> mx.array:
         q = self._quantization
@@ -200,7 +204,10 @@ def float32_products(
     x: mx.array, stored: list[mx.array], unpack: Callable[..., mx.array], which: mx.array
 ) -> mx.array:  # fmt: skip
     """`gathered` in float32, the matrices unpacked from `stored` for the forward and again for the backward, as in
-    `float32_product`. No gradient to them."""
+    `float32_product`. No gradient to them. Like `Context.attend` it may run at once."""
+    tape = staging.current()
+    if tape is not None:
+        return tape.perform(_EachInTurn(stored, unpack, which), x)
 
     def floats(after: mx.array) -> mx.array:
         return unpack(*mx.depends(stored, [after])).astype(mx.float32)
@@ -215,6 +222,39 @@ def float32_products(
 
     y: mx.array = product(x.astype(mx.float32))  # type: ignore[assignment]
     return y.astype(x.dtype)
+
+
+@frozen(eq=False)
+class _EachInTurn:
+    """The same outside every trace, where it is known which matrices are needed: one at a time, for all its rows."""
+
+    stored: Sequence[mx.array]
+    unpack: Callable[..., mx.array]
+    which: mx.array
+    """Rising, `[N]`. A constant of the operation: which matrix a row goes to has no gradient."""
+
+    def forward(self, *inputs: mx.array) -> tuple[mx.array, None]:
+        return self._products(inputs[0], lambda matrix: matrix.T), None
+
+    def backward(
+        self, inputs: Sequence[mx.array], output: mx.array, saved: None, cotangent: mx.array
+    ) -> list[mx.array]:
+        return [self._products(cotangent, lambda matrix: matrix)]
+
+    def _products(self, x: mx.array, turned: Callable[[mx.array], mx.array]) -> mx.array:
+        """Rows of `x` times `turned` of their matrices, in the type of `x`."""
+        used, starts = np.unique(np.asarray(self.which), return_index=True)
+        stops = [*starts[1:], len(x)]
+        out = None
+        for number, start, stop in zip(used.tolist(), starts.tolist(), stops):
+            matrix = turned(self.unpack(*(part[number] for part in self.stored)).astype(mx.float32))
+            y = x[start : int(stop)].astype(mx.float32) @ matrix
+            if out is None:
+                out = mx.zeros((len(x), y.shape[1]))
+            mx.eval(y, out)
+            np.array(out, copy=False)[start : int(stop)] = np.asarray(y)
+        assert out is not None
+        return out.astype(x.dtype)
 
 
 class Embedding(nn.Module):

@@ -225,6 +225,17 @@ class Gemma4(Model):
                 return f"{self._c.path}.{name.removeprefix(prefix)}"
         return name.removeprefix("language_model.") if name.startswith("language_model.lm_head.") else name
 
+    @property
+    def mlx_lm_config(self) -> Mapping[str, Any]:
+        """Everything spelled out: mlx-lm has other defaults than transformers and does not read `per_layer_config`.
+
+        Of a multimodal config it takes the size of the vocabulary from outside `text_config`.
+        """
+        if not self._c.multimodal:
+            return dict(self.config) | self._c.spelled_out
+        text = dict(self.config["text_config"]) | self._c.spelled_out
+        return dict(self.config) | {"text_config": text, "vocab_size": self._c.vocab}
+
     def mlx_lm_name(self, name: str) -> str:
         if not self._c.multimodal:
             return name

@@ -74,6 +74,37 @@ class Gemma4Config:
     per_layer_vocab: int
     experts: Experts | None
     layers: tuple[Layer, ...]
+    ropes: Mapping[str, Any]
+    """As the config has them, or would."""
+
+    @property
+    def spelled_out(self) -> dict[str, Any]:
+        """Every key whose absence others read otherwise, with widths and key heads named once for all full layers."""
+        full = self.layers[-1]
+        sliding = next((layer for layer in self.layers if layer.window is not None), full)
+        shared = sum(layer.donor is not None for layer in self.layers)
+        keys: dict[str, Any] = {
+            "layer_types": [FULL if layer.window is None else SLIDING for layer in self.layers],
+            "head_dim": sliding.head_dim,
+            "global_head_dim": full.head_dim,
+            "num_key_value_heads": sliding.kv_heads,
+            "num_kv_shared_layers": shared,
+            "use_double_wide_mlp": full.intermediate != self.layers[0].intermediate,
+            "attention_k_eq_v": full.k_is_v,
+            "hidden_size_per_layer_input": self.per_layer,
+            "final_logit_softcapping": self.softcap,
+            "tie_word_embeddings": self.tied,
+            "vocab_size": self.vocab,
+            "rms_norm_eps": self.eps,
+            "rope_parameters": dict(self.ropes),
+        }
+        if sliding.window is not None:
+            keys["sliding_window"] = sliding.window
+        if full.k_is_v:
+            keys["num_global_key_value_heads"] = full.kv_heads
+        if self.per_layer:
+            keys["vocab_size_per_layer_input"] = self.per_layer_vocab
+        return keys
 
     @property
     def path(self) -> str:
@@ -116,6 +147,7 @@ class Gemma4Config:
             per_layer_vocab=keys.size("vocab_size_per_layer_input", vocab) if per_layer else 0,
             experts=experts,
             layers=_layers(keys),
+            ropes=ROPES | dict(keys.within("rope_parameters", ROPES).table),
         )
 
 
