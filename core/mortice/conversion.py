@@ -17,17 +17,15 @@ from attrs import define, field, frozen
 
 from mortice import atomic
 from mortice.errors import CheckpointError, ConfigError, suggest
-from mortice.linear import PACKABLE, Packed, Quantization
+from mortice.linear import FLOATS, PACKABLE, Packed, Quantization
 from mortice.matching import matches
-from mortice.pretrained import DTYPES, FLOATS, load
+from mortice.packed_weights import BITS, GROUPS, KEYS, MODES
+from mortice.pretrained import DTYPES, load
 
 if TYPE_CHECKING:
     from mortice.model import Model
     from mortice.plugins import Plugins
 
-MODES = {"affine": (4, 64), "mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}
-"""Bits and group size of each mode where none are given; only `affine` has a choice."""
-BITS, GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 SHARD = 5 * 10**9
 """Bytes of a file from which on another one begins."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".pickle", ".h5", ".msgpack", ".onnx", ".index.json")
@@ -274,7 +272,7 @@ class _Shards:
 
 
 def _config(config: dict[str, Any], packed: Mapping[str, Quantization], dtype: str | None) -> dict[str, Any]:
-    for key in ("quantization", "quantization_config"):
+    for key in KEYS:
         config.pop(key, None)
     if packed:
         config["quantization"] = config["quantization_config"] = quantization_table(packed)

@@ -13,6 +13,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from attrs import frozen
 
+FLOATS = (mx.float32, mx.bfloat16, mx.float16)
+"""Types of weights that are not packed, and of the scales of affine ones."""
 FEW = 2
 """Rows up to which the CPU multiplies packed weights as they are (decoding); unpacking pays from the third on."""
 FEW_EACH = 8
