@@ -16,7 +16,7 @@ from attrs import frozen
 
 from mortice.context import Context
 from mortice.elementwise import geglu
-from mortice.linear import Embedding, Linear
+from mortice.linear import Embedding, Linear, Packed
 from mortice.model import Block, Carry, Model, Output, Part, output_of
 from mortice.modules import slots
 from mortice_plugins.models.gemma4_config import FULL, MULTIMODAL_TYPES, SLIDING, TEXT_TYPES, Gemma4Config
@@ -162,7 +162,7 @@ class EmbeddingPart(Part):
 
 def _scaled(table: nn.Module, tokens: mx.array, width: int, dtype: mx.Dtype) -> mx.array:
     """Rows times √width, rounded to the type that they are stored in, as they were trained."""
-    stored = table.get("scales", table.weight).dtype
+    stored = table.dtype if isinstance(table, Packed) else table.weight.dtype
     return table(tokens).astype(dtype) * mx.array(width**0.5, stored).astype(dtype)
 
 
@@ -224,6 +224,16 @@ class Gemma4(Model):
             if name.startswith(prefix):
                 return f"{self._c.path}.{name.removeprefix(prefix)}"
         return name.removeprefix("language_model.") if name.startswith("language_model.lm_head.") else name
+
+    @property
+    def mlx_lm_config(self) -> Mapping[str, Any]:
+        """With the keys whose absence means something else to mlx-lm."""
+        text = self.config["text_config"] if self._c.multimodal else self.config
+        spelled_out = {
+            "num_kv_shared_layers": 0, "use_double_wide_mlp": False, "final_logit_softcapping": None,
+            "vocab_size_per_layer_input": self._c.vocab, **text,
+        }  # fmt: skip
+        return {**self.config, "text_config": spelled_out} if self._c.multimodal else spelled_out
 
     def mlx_lm_name(self, name: str) -> str:
         if not self._c.multimodal:
