@@ -241,7 +241,7 @@ class Shards:
     """Tensors gathered into files, and the index over them."""
 
     folder: Path
-    limit: int = SHARD
+    limit: int
     count: int = 0
     bytes: int = 0
     _held: dict[str, mx.array] = field(factory=dict)

@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 from mortice import atomic
-from mortice.conversion import Converted, Progress, Shards, empty_target, quantization_table
+from mortice.conversion import SHARD, Converted, Progress, Shards, empty_target, quantization_table
 from mortice.errors import CheckpointError
 from mortice.gguf_header import read_header
 from mortice.linear import Quantization
@@ -53,7 +53,7 @@ SPLITS = {"smollm": None, "gpt-2": _GPT2, "default": _GPT2, "llama-bpe": _LLAMA3
 
 def convert_gguf(
     source: str | Path, target: str | Path, *, dequantize: bool = False, dtype: str = "float16",
-    progress: Progress = lambda *_: None,
+    progress: Progress = lambda *_: None, shard: int = SHARD,
 ) -> Converted:  # fmt: skip
     """Write the model in `source` to the folder `target`. `dtype` is that of dequantized weights.
 
@@ -77,7 +77,7 @@ def convert_gguf(
     elif packed:
         config["quantization"] = config["quantization_config"] = quantization_table(packed)
     with atomic.writing_folder(folder) as part:
-        writer = Shards(part)
+        writer = Shards(part, shard)
         tensors = unpacked(weights, packed, DTYPES[dtype]) if dequantize else _drained(weights)
         for name, array in tensors:
             progress(whole - len(weights), whole, name)
