@@ -21,10 +21,8 @@ from mortice.objective import WeightedLoss
 from mortice.pretrained import load, random_model
 from mortice.step import Engine
 from mortice_plugins.adapters.lora import LoRA
-from mortice_plugins.backwards.checkpoint import Checkpoint
 from mortice_plugins.backwards.full import Full
 from mortice_plugins.backwards.segmented import Segmented
-from mortice_plugins.heads.chunked import Chunked
 from mortice_plugins.heads.dense import Dense
 from mortice_plugins.heads.flash_cce import FlashCCE
 from mortice_plugins.layouts.prefix_shared import PrefixShared
@@ -43,6 +41,9 @@ def packings(model) -> dict[str, tuple[int, int, str]]:
         for name, m, _ in model.named_modules()
         if isinstance(m, Packed)
     }
+
+
+IDS = [5, 17, 3, 40, 31, 31, 2, 20]
 
 
 def convert(source, target, packing):
@@ -78,35 +79,58 @@ def test_packed_near_the_floats_and_back(tmp_path, packing, error):
     assert made.bytes < 0.6 * back.bytes
 
 
+def strategies(kind) -> list:
+    return [strategy.load()() for strategy in PLUGINS.registry.all(kind)]
+
+
+HEADS, BACKWARDS = strategies("head"), strategies("backward")
+GROUPS = [Group("a", [1, 2, 3, 4], [Completion([5, 6, 7, 8]), Completion([8])], ((0, 1),))]
+
+
+def step(folder, head, backward, layout):
+    model = opened(folder)
+    params = LoRA(rank=2).attach(model, 0)
+    params = {n: p + 0.05 * mx.random.normal(p.shape, key=mx.random.key(i)) for i, (n, p) in enumerate(params.items())}
+    model.mark_trainable(params)
+    return Engine(model, head, backward, layout, (WeightedLoss("orpo", ORPO()),)).gradients(params, GROUPS)
+
+
 @pytest.mark.parametrize(
-    "packing",
-    [Packing.of(8, 32), Packing.of(4, 32), Packing.of(4, 32, rules=("v_proj=8", "layers.1.*=none")),
-     Packing.of(mode="mxfp8"), Packing.of(mode="mxfp4"), Packing.of(mode="nvfp4")],
-    ids=["8", "4", "mixed", "mxfp8", "mxfp4", "nvfp4"],
+    ("packing", "ways"),
+    [(Packing.of(8, 32), "every"), (Packing.of(4, 64), "every"),
+     (Packing.of(4, 32, rules=("v_proj=8", "embed_tokens=6", "layers.1.*=none", "up_proj=mxfp4")), "every"),
+     (Packing.of(mode="mxfp8"), "every"), (Packing.of(mode="mxfp4"), "every"), (Packing.of(mode="nvfp4"), "every"),
+     (Packing.of(2, 32), "one"), (Packing.of(3, 128), "one"), (Packing.of(5, 64), "one"), (Packing.of(6, 32), "one")],
+    ids=["8", "4", "mixed", "mxfp8", "mxfp4", "nvfp4", "2", "3", "5", "6"],
 )  # fmt: skip
-def test_adapters_train_on_every_packing(tmp_path, packing):
-    """Gradients through packed layers, a packed tied table among them, are those through the same weights unpacked."""
-    source = checkpoint(tmp_path / "source", tie_word_embeddings=True)
-    convert(source, tmp_path / "packed", packing)
-    convert_checkpoint(tmp_path / "packed", tmp_path / "floats", dequantize=True, plugins=PLUGINS)
-    groups = [Group("a", [1, 2, 3, 4], [Completion([5, 6, 7, 8]), Completion([8])], ((0, 1),))]
-
-    def step(folder, head, backward, layout):
-        model = opened(folder)
-        params = LoRA(rank=2).attach(model, 0)
-        params = {n: p + 0.05 * mx.random.normal(p.shape, key=mx.random.key(i))
-                  for i, (n, p) in enumerate(params.items())}  # fmt: skip
-        model.mark_trainable(params)
-        return Engine(model, head, backward, layout, (WeightedLoss("orpo", ORPO()),)).gradients(params, groups)
-
+def test_adapters_train_on_every_packing(tmp_path, packing, ways):
+    """Gradients through packed layers, a packed tied table among them, are those through the same weights unpacked, by
+    every head and every backward."""
+    source = checkpoint(tmp_path / "source", tie_word_embeddings=True, hidden_size=128, intermediate_size=128)
+    assert convert(source, tmp_path / "packed", packing).left == ()
+    convert_checkpoint(tmp_path / "packed", tmp_path / "floats", dequantize=True, dtype="float32", plugins=PLUGINS)
     expected, gradients = step(tmp_path / "floats", Dense(), Full(), Separate())
-    for head, backward in ((FlashCCE(), Segmented(segment_size=1)), (Chunked(), Checkpoint()), (Dense(), Full())):
+    norms = {name: mx.linalg.norm(value.flatten()).item() for name, value in gradients.items()}
+    assert min(norms.values()) > 0
+    every = [(head, backward) for head in HEADS for backward in BACKWARDS]
+    assert len(every) >= 9
+    for head, backward in every if ways == "every" else [(FlashCCE(), Segmented(segment_size=1))]:
         tally, found = step(tmp_path / "packed", head, backward, PrefixShared())
         assert tally.loss == pytest.approx(expected.loss, abs=1e-5)
         for name, value in gradients.items():
-            size = mx.linalg.norm(value.flatten()).item()
-            assert size > 0
-            assert mx.linalg.norm((found[name] - value).flatten()).item() < 1e-4 * size, name
+            assert mx.linalg.norm((found[name] - value).flatten()).item() < 1e-4 * norms[name], (head, backward, name)
+
+
+@pytest.mark.parametrize("mode", ["mxfp4", "nvfp4", "mxfp8"])
+def test_a_scaled_table_of_bytes(tmp_path, mode):
+    """Gemma multiplies its rows by a root, rounded to the type of the table: bfloat16 here, not that of the bytes."""
+    source = write(tmp_path / "source", random_model(EXPERTS, 0, plugins=PLUGINS).model.named_parameters(), EXPERTS)
+    convert(source, tmp_path / "packed", Packing.of(mode=mode))
+    assert "model.embed_tokens" in packings(opened(tmp_path / "packed"))
+    convert_checkpoint(tmp_path / "packed", tmp_path / "floats", dequantize=True, plugins=PLUGINS)
+    floats = opened(tmp_path / "floats")
+    assert floats.named_parameters()["model.embed_tokens.weight"].dtype == mx.bfloat16
+    assert distance(logits(opened(tmp_path / "packed"), IDS), logits(floats, IDS)) < 1e-4
 
 
 def test_rules_by_pattern(tmp_path):
@@ -153,6 +177,42 @@ def test_a_packed_model_is_packed_anew(tmp_path):
     assert 1e-4 < distance(unpacked, weight) < 0.15 * mx.abs(weight).max().item()
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_types_stay_as_they_are_stored(tmp_path, dtype):
+    source = checkpoint(tmp_path / "source", dtype=dtype)
+    convert(source, tmp_path / "8", Packing.of(8, 32))
+    convert(tmp_path / "8", tmp_path / "4", Packing.of(4, 64))
+    convert_checkpoint(tmp_path / "8", tmp_path / "floats", dequantize=True, plugins=PLUGINS)
+    for name in ("8", "4"):
+        assert {p.dtype for p in opened(tmp_path / name).named_parameters().values()} == {mx.uint32, dtype}
+    assert {p.dtype for p in opened(tmp_path / "floats").named_parameters().values()} == {dtype}
+
+
+def test_the_config_says_what_is_stored(tmp_path):
+    """transformers 5 writes `dtype`; multimodal models have it once more inside."""
+    text = EXPERTS | {"dtype": "float32"}
+    config = {"model_type": "gemma4", "text_config": text, "vocab_size": 41, "dtype": "float32"}
+    weights = random_model(EXPERTS, 0, plugins=PLUGINS).model.named_parameters()
+    named = {f"model.language_model.{n.removeprefix('model.')}": v for n, v in weights.items()}
+    source = write(tmp_path / "source", named, config)
+    convert_checkpoint(source, tmp_path / "m", packing=Packing.of(8, 32), dtype="bfloat16", plugins=PLUGINS)
+    made = json.loads((tmp_path / "m" / "config.json").read_text())
+    assert (made["dtype"], made["text_config"]["dtype"], "torch_dtype" in made) == ("bfloat16", "bfloat16", False)
+    assert made["quantization"] == made["quantization_config"]
+    assert "language_model.model.layers.0.router.proj" not in made["quantization"]  # 8 bits like all
+    convert_checkpoint(tmp_path / "m", tmp_path / "back", dequantize=True, plugins=PLUGINS)
+    made = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert not {"quantization", "quantization_config"} & {*made, *made["text_config"]}
+    assert opened(tmp_path / "back").named_parameters().keys() == opened(source).named_parameters().keys()
+
+
+def test_rows_of_nvfp4_that_cannot_be_unpacked_alone(tmp_path):
+    """MLX's CPU unpacks pairs of 16 numbers: an odd count in a row would keep mlx-lm from looking that row up."""
+    source = checkpoint(tmp_path / "source", intermediate_size=48)
+    made = convert(source, tmp_path / "m", Packing.of(mode="nvfp4"))
+    assert made.left == tuple(f"model.layers.{i}.mlp.down_proj" for i in range(2))
+
+
 def test_a_packed_model_is_only_cast(tmp_path):
     source = checkpoint(tmp_path / "source", dtype=mx.float32)
     convert(source, tmp_path / "packed", Packing.of(4, 32))
@@ -197,13 +257,25 @@ def test_bits_a_weight(tmp_path):
     assert 8 * stored / load(tmp_path / "m", plugins=PLUGINS).size == pytest.approx(made.bits_per_weight, rel=0.1)
 
 
-def test_memory_is_that_of_a_shard_and_a_tensor(tmp_path):
-    source = checkpoint(tmp_path / "source", num_hidden_layers=24)
-    size = (source / "model.safetensors").stat().st_size
-    before = mx.get_active_memory()
+@pytest.mark.parametrize(
+    ("before", "options"),
+    [
+        (None, {"dtype": "bfloat16"}),
+        (None, {"packing": Packing.of(4, 32)}),
+        (Packing.of(8, 32), {"packing": Packing.of(4, 32)}),
+        (Packing.of(8, 32), {"dequantize": True}),
+    ],
+    ids=["cast", "pack", "pack anew", "unpack"],
+)
+def test_memory_is_that_of_a_shard_and_a_tensor(tmp_path, in_step, before, options):
+    source = floats = checkpoint(tmp_path / "floats", num_hidden_layers=24)
+    size = (floats / "model.safetensors").stat().st_size
+    if before is not None:
+        source = convert(floats, tmp_path / "source", before).path
+    held = mx.get_active_memory()
     mx.reset_peak_memory()
-    convert_checkpoint(source, tmp_path / "m", dtype="bfloat16", plugins=PLUGINS, shard=50_000)
-    assert mx.get_peak_memory() - before < 0.15 * size
+    convert_checkpoint(source, tmp_path / "m", **options, plugins=PLUGINS, shard=50_000)
+    assert mx.get_peak_memory() - held < 0.15 * size
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma4-experts", "qwen3_5"])
@@ -215,19 +287,32 @@ def test_the_result_loads_in_mlx_lm(tmp_path, kind):
         config = Qwen35Adapter.examples[0] | {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}
         source = write(tmp_path / "source", in_transformers_form(tiny_qwen(config)), config)
     else:
-        config = EXPERTS | {"num_kv_shared_layers": 0, "use_double_wide_mlp": False}
-        source = write(
-            tmp_path / "source", transformers_experts(random_model(config, 0, plugins=PLUGINS).model), config
-        )
+        text = random_model(EXPERTS, 0, plugins=PLUGINS).model
+        source = write(tmp_path / "source", transformers_experts(text), EXPERTS)
     made = convert(source, tmp_path / "m", Packing.of(4, 32))
     ours = opened(made.path)
     if kind == "gemma4-experts":
         assert packings(ours)["model.layers.0.router.proj"][0] == 8
         assert packings(ours)["model.layers.0.experts.switch_glu.up_proj"][0] == 4
     theirs, _ = utils.load_model(made.path)
-    ids = [5, 17, 3, 40, 31, 31, 2, 20]
-    mine = ours.output.finish(logits(ours, ids))
-    assert distance(theirs(mx.array([ids]))[0].astype(mx.float32), mine) < 2e-4
+    mine = ours.output.finish(logits(ours, IDS))
+    assert distance(theirs(mx.array([IDS]))[0].astype(mx.float32), mine) < 2e-4
+
+
+FAMILIES = ["gemma4_26b_moe", "gemma4_31b", "gemma4_e2b", "gemma4_e4b", "llama3_rope", "minicpm5", "qwen3", "smollm2"]
+
+
+@pytest.mark.parametrize("how", ["affine", "mxfp4", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpoints_of_transformers_go_to_mlx_lm(tmp_path, shared, family, how):
+    """Tables stay in floats where they are bytes: mlx-lm scales their rows in half precision."""
+    utils = pytest.importorskip("mlx_lm.utils")
+    rules = ("layers.0.*=8", "embed_tokens=6", "q_proj=none") if how == "affine" else ("embed_tokens*=none",)
+    packing = Packing.of(mode=how, group_size=32 if how == "affine" else None, rules=rules)
+    made = convert(shared / "models" / family, tmp_path / "m", packing)
+    assert made.quantized >= 20
+    ours, (theirs, _) = opened(made.path), utils.load_model(made.path)
+    assert distance(theirs(mx.array([IDS]))[0], ours.output.finish(logits(ours, IDS))) < 1e-4
 
 
 # The command

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tiny_llama import CONFIG, IDS, PLUGINS, distance, logits, tiny
 
+from mortice.cli import main
 from mortice.errors import CheckpointError
 from mortice.gguf import NAMES, convert_gguf, unpermute
 from mortice.pretrained import load
@@ -111,6 +112,45 @@ def test_mlx_lm_loads_the_folder(tmp_path):
     theirs, _ = utils.load_model(tmp_path / "m")
     ours = logits(load(tmp_path / "m", plugins=PLUGINS).model)
     assert distance(theirs(mx.array([IDS]))[0].astype(mx.float32), ours) < 0.02  # theirs computes in float16
+
+
+def test_shards_of_a_file_and_their_memory(tmp_path, in_step):
+    """That of the file, which MLX reads whole, and of a shard; floats are four times as large."""
+    file, _ = write(tmp_path / "m.gguf", lambda _: "Q8_0", METADATA | {"llama.block_count": 24}, num_hidden_layers=24)
+    whole = convert_gguf(file, tmp_path / "whole", dequantize=True, dtype="float32")
+    held = mx.get_active_memory()
+    mx.reset_peak_memory()
+    made = convert_gguf(file, tmp_path / "m", dequantize=True, dtype="float32", shard=200_000)
+    assert mx.get_peak_memory() - held < 1.2 * file.stat().st_size + 200_000 < 0.5 * whole.bytes
+    index = json.loads((tmp_path / "m" / "model.safetensors.index.json").read_text())
+    assert (len(index["weight_map"]), made.bits_per_weight) == (whole.tensors, 32)
+    models = [load(tmp_path / name, plugins=PLUGINS).model for name in ("whole", "m")]
+    assert distance(*(logits(model) for model in models)) == 0
+
+
+def test_a_file_packed_anew(tmp_path, capsys):
+    """As its floats would be; what has that packing already keeps its bits."""
+    file, _ = write(tmp_path / "m.gguf", lambda _: "Q8_0")
+    convert_gguf(file, tmp_path / "stored")
+    convert_gguf(file, tmp_path / "floats", dequantize=True, dtype="float16")
+
+    def run(source, target, *arguments):
+        with pytest.raises(SystemExit) as end:
+            main(["convert", str(source), str(tmp_path / target), *arguments, "--json"])
+        assert not end.value.code
+        return json.loads(capsys.readouterr().out), mx.load(str(tmp_path / target / "model.safetensors"))
+
+    four = ("--bits", "4", "--group-size", "32")
+    made, found = run(file, "4", *four)
+    _, expected = run(tmp_path / "floats", "expected", *four)
+    assert (made["quantized"], made["left"], made["left_out"]) == (16, [], "")
+    assert found.keys() == expected.keys()
+    assert all(mx.array_equal(found[name], expected[name]) for name in found)
+    assert (tmp_path / "4" / "tokenizer.json").exists()
+    _, found = run(file, "8", "--bits", "8", "--group-size", "32")
+    stored = mx.load(str(tmp_path / "stored" / "model.safetensors"))
+    assert all(mx.array_equal(found[name], stored[name]) for name in found)
+    assert not list(tmp_path.glob(".tmp-*"))
 
 
 def test_a_tied_model(tmp_path):

@@ -177,6 +177,25 @@ def test_a_few_rows_meet_packed_weights_as_they_are(rows):
     assert mx.abs(output.project(x) - x @ plain.T).max().item() < 1e-4
 
 
+@pytest.mark.parametrize("rows", [(0,), (2, 1, 1), (3, 0)])
+def test_short_rows_of_nvfp4(rows):
+    """MLX's CPU unpacks an even number of groups only; here each row has three."""
+    q = FLOATING[1]
+    weight = normal(0, 4, 48)
+    table = quantized(Embedding(4, 48), q)
+    dict.update(table, pack(weight, q))
+    whole = q.dequantize(table.weight, table.scales)
+    assert mx.abs(whole - weight).max().item() < 0.2 * mx.abs(weight).max().item()
+    ids = mx.array(rows)
+    assert mx.array_equal(table(ids), whole[ids])
+    assert mx.array_equal(table(ids[None]), whole[ids[None]])
+    output = Output(table.weight, "w", table.scales, None, q.group_size, q.bits, q.mode)
+    assert mx.array_equal(output.take(ids), whole[ids])
+    x = normal(1, len(rows), 48)
+    assert close(output.project(x, 1, 4), x @ whole[1:].T.astype(mx.float32), 1e-5)
+    assert close(output.pull(x[:, :3], 1, 4), x[:, :3] @ whole[1:].astype(mx.float32), 1e-5)
+
+
 # Stacks
 
 

@@ -164,13 +164,79 @@ def test_floating_point_packings(tmp_path, mode, bits, group):
     assert distance(logits(found.model), logits(plain.model)) < 1e-5
 
 
-def test_packings_that_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quantization": {"group_size": 64, "bits": 4, "lm_head": {"group_size": 64, "bits": 8}}},
+         "lm_head is stored with bits 4, config.json says 8 for it"),
+        ({"quantization": {"group_size": 64, "bits": 4, "lm_head": {"group_size": 32, "bits": 4}}},
+         "lm_head is stored with group_size 64, config.json says 32 for it"),
+        ({"quantization": {"group_size": 64, "bits": 4, "lm_head": {"group_size": 64, "bits": 4, "mode": "mxfp4"}}},
+         "lm_head is stored with mode affine, config.json says mxfp4 for it"),
+        ({"quantization": {"group_size": 64, "bits": 4, "lm_head": False}},
+         "lm_head is stored packed, config.json says false for it"),
+        ({"quantization": {"group_size": 64, "bits": 4, Q_PROJ: {"group_size": 64, "bits": 4}}},
+         f"{Q_PROJ} is stored in floats, config.json says bits 4, group_size 64 for it"),
+        ({"quantization": {"group_size": 128, "bits": 3}},
+         r"says that weights are packed with bits 3, group_size 128, but no matrix is: model.embed_tokens has 4 bits"),
+        ({"quantization_config": {"group_size": 32, "bits": 4, "mode": "mxfp4"}},
+         r"packed with .*mode mxfp4, but no matrix is: .* \(affine\)"),
+        ({"quantization": {"mode": "mxpf4"}}, "quantization.mode 'mxpf4' is unknown; did you mean 'mxfp4'"),
+        ({"quantization": "4bit"}, "config.json: quantization must be a table, found '4bit'"),
+        ({"text_config": {"quantization_config": [4]}}, "text_config.quantization_config must be a table"),
+        ({"hidden_size": 512}, "packed with 0.5 bits in groups of 512 by its shape"),
+        ({"hidden_size": 512, "quantization": {"bits": 4}}, "packed with 0.5 bits in groups of 512 by its shape"),
+    ],
+)  # fmt: skip
+def test_what_the_config_says_must_agree_with_the_shapes(tmp_path, config, message):
     packed = pack(weights_of(checkpoint(tmp_path / "float")), mixed)
-    own = {"quantization": {"group_size": 64, "bits": 4, "lm_head": {"group_size": 64, "bits": 8}}}
-    fails(write(tmp_path / "own", packed, CONFIG | own), "lm_head is stored with bits 4, config.json says 8 for it")
-    fails(write(tmp_path / "wide", packed, CONFIG | {"hidden_size": 512}), "packed with 0 bits in groups of 512")
-    method = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
-    fails(rewrite(tmp_path / "float", **method), "weights packed by 'gptq' are not supported")
+    fails(write(tmp_path / "packed", packed, CONFIG | config), message)
+
+
+def test_floats_that_the_config_calls_packed(tmp_path):
+    folder = rewrite(checkpoint(tmp_path), quantization={"bits": 4, "group_size": 64})
+    fails(folder, "packed .bits 4, group_size 64., but all are stored in floats; remove `quantization`")
+
+
+def test_scales_without_their_matrix(tmp_path):
+    weights = weights_of(checkpoint(tmp_path))
+    fails(rewrite(tmp_path, weights | {"lm_head.scales": mx.ones((96, 0))}), "no packed matrix of .96, 64.")
+    fails(rewrite(tmp_path, weights | {"lm_head.scales": mx.array(1.0)}), r"lm_head.scales is \[\]")
+    fails(rewrite(tmp_path, weights | {"lm_head.scales": mx.ones((96, 2))}), "packed with 32 bits in groups of 32")
+    del weights["lm_head.weight"]
+    fails(rewrite(tmp_path, weights | {"lm_head.scales": mx.ones((96, 2))}), "lm_head.weight none: no packed matrix")
+
+
+@pytest.mark.parametrize(
+    ("method", "advice"),
+    [
+        ("gptq", "mlx_lm.convert writes MLX's packing"),
+        ("awq", "mlx_lm.convert writes MLX's packing"),
+        ("bitsandbytes", "take the float weights that they were made of, and pack those with mortice convert"),
+        ("fp8", "take the float weights"),
+        ("compressed-tensors", "take the float weights"),
+        ("of-tomorrow", "take the float weights"),
+    ],
+)
+def test_packings_of_other_tools_are_named(tmp_path, method, advice):
+    folder = rewrite(checkpoint(tmp_path), quantization_config={"quant_method": method, "bits": 4})
+    fails(folder, f"quantization_config: weights packed by '{method}' are not read; {advice}")
+
+
+@pytest.mark.parametrize(
+    ("end", "tool"),
+    [
+        ("qweight", "GPTQ or AWQ"),
+        ("weight.absmax", "bitsandbytes"),
+        ("weight_scale_inv", "fp8"),
+        ("weight_packed", "compressed-tensors"),
+        ("global_scale", "nvfp4 with one more scale for all"),
+    ],
+)
+def test_packings_of_other_tools_are_known_by_their_tensors(tmp_path, end, tool):
+    """Where config.json says nothing."""
+    weights = weights_of(checkpoint(tmp_path)) | {f"{Q_PROJ}.{end}": mx.zeros((8, 8), mx.uint8)}
+    fails(rewrite(tmp_path, weights), rf"{Q_PROJ}.{end} is of a packing that is not read \({tool}")
 
 
 def test_folders_that_are_not_there(tmp_path, monkeypatch):

@@ -17,19 +17,19 @@ from attrs import define, field, frozen
 
 from mortice import atomic
 from mortice.errors import CheckpointError, ConfigError, suggest
-from mortice.linear import PACKABLE, Packed, Quantization
+from mortice.linear import FLOATS, PACKABLE, Packed, Quantization, unpacked_dtype
 from mortice.matching import matches
-from mortice.pretrained import DTYPES, FLOATS, load
+from mortice.packed_weights import BITS, GROUPS, KEYS, MODES
+from mortice.pretrained import DTYPES, load
 
 if TYPE_CHECKING:
     from mortice.model import Model
     from mortice.plugins import Plugins
 
-MODES = {"affine": (4, 64), "mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}
-"""Bits and group size of each mode where none are given; only `affine` has a choice."""
-BITS, GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 SHARD = 5 * 10**9
 """Bytes of a file from which on another one begins."""
+TYPES = ("torch_dtype", "dtype")
+"""Keys of config.json that name the type of the weights; transformers writes the second since version 5."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".pickle", ".h5", ".msgpack", ".onnx", ".index.json")
 """Ends of files that hold weights; all others of a folder are copied."""
 
@@ -108,7 +108,7 @@ class Converted:
     """Packed matrices."""
     bits_per_weight: float
     left: tuple[str, ...] = ()
-    """Matrices that no group size divides, and that stayed as they were."""
+    """Matrices whose rows no group divides, and that are not packed."""
     left_out: str = ""
     """On weights of the source that the model does not use."""
 
@@ -124,7 +124,8 @@ def convert_checkpoint(
     """Write the checkpoint in `source`, a folder or a hub id, to the folder `target`.
 
     `packing` None leaves packed matrices as they are, unless `dequantize`; `dtype` is that of all float tensors, of
-    packed ones' scales too (None: as stored).
+    packed ones' scales too (None: as stored; what is unpacked gets the type of its scales, bfloat16 where those are
+    bytes, which is exact).
 
     Raises CheckpointError for a source that does not load or a target that is not empty, ConfigError for a rule that
     matches nothing.
@@ -136,19 +137,16 @@ def convert_checkpoint(
         raise CheckpointError(f"{folder} is the source")
     model = found.model
     plan = _plan(model, packing, dequantize)
-    config = dict(model.mlx_lm_config)
     names = list(model.named_parameters())
-    writer = _Shards(folder, shard)
     with atomic.writing_folder(folder) as part:
-        writer.folder = part
-        done = 0
+        writer, done = Shards(part, shard), 0
         for name, tensors in _tensors(model, plan, None if dtype is None else DTYPES[dtype]):
             progress(done, len(names), name)
             writer.add({model.mlx_lm_name(n): value for n, value in tensors.items()})
             done += len(tensors)
         writer.finish()
         table = {model.mlx_lm_name(n): q for n, q in plan.after.items()}
-        _write(part / "config.json", _config(config, table, dtype))
+        _write(part / "config.json", _config(model.mlx_lm_config, table, dtype))
         copy_others(found.path, part)
         size = sum(f.stat().st_size for f in part.rglob("*") if f.is_file())
     return Converted(
@@ -187,7 +185,8 @@ def _plan(model: Model, packing: Packing | None, dequantize: bool) -> _Plan:
     for name, module in modules.items():
         columns = (module.shape if isinstance(module, Packed) else module.weight.shape)[-1]
         chosen = packing.choose(name, model.packing_rules)
-        if chosen is not None and columns % chosen.group_size:
+        # MLX's CPU unpacks nvfp4 in pairs of groups, rows that are looked up alone too
+        if chosen is not None and columns % max(chosen.group_size, 32):
             left.append(name)
         elif chosen is not None:
             after[name] = chosen
@@ -219,9 +218,7 @@ def _tensors(model: Model, plan: _Plan, dtype: mx.Dtype | None) -> Iterator[tupl
                 # bytes of a floating-point mode are no numbers to cast
                 parts = [p if p is None or p.dtype not in FLOATS else cast(p) for p in parts]
             else:
-                floats = cast(
-                    value if before is None else before.dequantize(value, *(p for p in rest if p is not None))
-                )
+                floats = cast(value if before is None else _unpacked(before, [value, *rest]))
                 parts = [floats] if after is None else _packed(floats, after)
             keys = ("weight", "scales", "biases")
             made = {f"{stem}.{key}": p for key, p in zip(keys, parts) if p is not None}
@@ -229,12 +226,18 @@ def _tensors(model: Model, plan: _Plan, dtype: mx.Dtype | None) -> Iterator[tupl
         yield name, made
 
 
+def _unpacked(q: Quantization, stored: Sequence[mx.array | None]) -> mx.array:
+    """In the type that they are stored for."""
+    parts = [part for part in stored if part is not None]
+    return q.dequantize(*parts).astype(unpacked_dtype(parts[1]))
+
+
 def _packed(floats: mx.array, q: Quantization) -> list[mx.array | None]:
     return list(mx.quantize(floats, group_size=q.group_size, bits=q.bits, mode=q.mode))
 
 
 @define
-class _Shards:
+class Shards:
     """Tensors gathered into files, and the index over them."""
 
     folder: Path
@@ -273,14 +276,21 @@ class _Shards:
             _write(self.folder / "model.safetensors.index.json", index)
 
 
-def _config(config: dict[str, Any], packed: Mapping[str, Quantization], dtype: str | None) -> dict[str, Any]:
-    for key in ("quantization", "quantization_config"):
-        config.pop(key, None)
+def _config(config: Mapping[str, Any], packed: Mapping[str, Quantization], dtype: str | None) -> dict[str, Any]:
+    made = _restated(config, dtype)
+    if isinstance(made.get("text_config"), Mapping):
+        made["text_config"] = _restated(made["text_config"], dtype)
     if packed:
-        config["quantization"] = config["quantization_config"] = quantization_table(packed)
-    if dtype is not None:
-        config["torch_dtype"] = dtype
-    return config
+        made["quantization"] = made["quantization_config"] = quantization_table(packed)
+    if dtype is not None and not any(key in made for key in TYPES):
+        made["torch_dtype"] = dtype
+    return made
+
+
+def _restated(table: Mapping[str, Any], dtype: str | None) -> dict[str, Any]:
+    """Without a packing, and with another type where there is one."""
+    kept = {key: value for key, value in table.items() if key not in KEYS}
+    return kept if dtype is None else kept | {key: dtype for key in TYPES if key in kept}
 
 
 def quantization_table(packed: Mapping[str, Quantization]) -> dict[str, Any]:

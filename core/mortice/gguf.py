@@ -1,7 +1,8 @@
 """A GGUF file to a model folder: config.json, model.safetensors, tokenizer.json and a chat template.
 
 Q4_0, Q4_1 and Q8_0 are MLX's own packing (groups of 32) bit for bit and stay packed; F32, F16, BF16, Q2_K and Q6_K
-become floats. Llama-like models with a byte-level BPE tokenizer. What cannot be mapped is refused by name.
+become floats. Llama-like models with a byte-level BPE tokenizer. What cannot be mapped is refused by name. MLX reads
+such a file whole: memory is that of the file and of a shard to write.
 
 llama.cpp keeps the rows of q and k in another order (interleaved pairs for its rotary positions); they are put back.
 The order of rows is not visible in a shape: without it a model answers, only badly.
@@ -10,14 +11,14 @@ The order of rows is not visible in a shape: without it a model answers, only ba
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from mortice import atomic
-from mortice.conversion import Converted, empty_target, quantization_table
+from mortice.conversion import SHARD, Converted, Progress, Shards, empty_target, quantization_table
 from mortice.errors import CheckpointError
 from mortice.gguf_header import read_header
 from mortice.linear import Quantization
@@ -51,8 +52,9 @@ SPLITS = {"smollm": None, "gpt-2": _GPT2, "default": _GPT2, "llama-bpe": _LLAMA3
 
 
 def convert_gguf(
-    source: str | Path, target: str | Path, *, dequantize: bool = False, dtype: str = "float16"
-) -> Converted:
+    source: str | Path, target: str | Path, *, dequantize: bool = False, dtype: str = "float16",
+    progress: Progress = lambda *_: None, shard: int = SHARD,
+) -> Converted:  # fmt: skip
     """Write the model in `source` to the folder `target`. `dtype` is that of dequantized weights.
 
     Raises CheckpointError for a file that cannot be read or mapped, or a target that exists and is not empty.
@@ -67,24 +69,40 @@ def convert_gguf(
     packed = {
         name.removesuffix(".scales"): _quantization(weights, name) for name in weights if name.endswith(".scales")
     }
+    del arrays  # each is let go of once it is written
+    count = sum(_numbers(name, array, packed) for name, array in weights.items())
+    whole = len(weights)
     if dequantize:
-        weights, packed = unpacked(weights, packed, DTYPES[dtype]), {}
         config["torch_dtype"] = dtype
     elif packed:
-        config["quantization"] = quantization_table(packed)
-        config["quantization_config"] = config["quantization"]
+        config["quantization"] = config["quantization_config"] = quantization_table(packed)
     with atomic.writing_folder(folder) as part:
-        mx.save_safetensors(str(part / "model.safetensors"), weights, metadata={"format": "mlx"})
+        writer = Shards(part, shard)
+        tensors = unpacked(weights, packed, DTYPES[dtype]) if dequantize else _drained(weights)
+        for name, array in tensors:
+            progress(whole - len(weights), whole, name)
+            mx.eval(array)
+            writer.add({name: array})
+            del array
+        writer.finish()
         _write(part / "config.json", config)
         _write(part / "generation_config.json", {k: config[k] for k in ("bos_token_id", "eos_token_id") if k in config})
         write_tokenizer(part, metadata)
         size = sum(f.stat().st_size for f in part.iterdir())
-    stored = sum(value.nbytes for value in weights.values())
-    rows = (n for n in weights if not n.endswith((".scales", ".biases")))
-    count = sum(
-        weights[n].size * (32 // packed[s].bits if (s := n.removesuffix(".weight")) in packed else 1) for n in rows
-    )
-    return Converted(folder, len(weights), size, len(packed), 8 * stored / count)
+    return Converted(folder, writer.count, size, 0 if dequantize else len(packed), 8 * writer.bytes / count)
+
+
+def _numbers(name: str, array: mx.array, packed: Mapping[str, Quantization]) -> int:
+    """Base weights in a tensor, unpacked."""
+    stem, _, suffix = name.rpartition(".")
+    if stem not in packed:
+        return array.size
+    return array.size * 32 // packed[stem].bits if suffix == "weight" else 0
+
+
+def _drained(weights: dict[str, mx.array]) -> Iterator[tuple[str, mx.array]]:
+    for name in list(weights):
+        yield name, weights.pop(name)
 
 
 def make_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,18 +184,16 @@ def _quantization(weights: Mapping[str, mx.array], scales: str) -> Quantization:
 
 
 def unpacked(
-    weights: Mapping[str, mx.array], packed: Mapping[str, Quantization], dtype: mx.Dtype
-) -> dict[str, mx.array]:
-    """Every weight as floats."""
-    out = {}
-    for name, array in weights.items():
+    weights: dict[str, mx.array], packed: Mapping[str, Quantization], dtype: mx.Dtype
+) -> Iterator[tuple[str, mx.array]]:
+    """Every weight as floats, taken out of `weights` one by one."""
+    for name in list(weights):
         stem, _, suffix = name.rpartition(".")
         if stem not in packed:
-            out[name] = array.astype(dtype)
+            yield name, weights.pop(name).astype(dtype)
         elif suffix == "weight":
-            rows = packed[stem].dequantize(array, weights[f"{stem}.scales"], weights.get(f"{stem}.biases"))
-            out[name] = rows.astype(dtype)
-    return out
+            parts = [weights.pop(f"{stem}.{part}", None) for part in ("weight", "scales", "biases")]
+            yield name, packed[stem].dequantize(*(part for part in parts if part is not None)).astype(dtype)
 
 
 def write_tokenizer(folder: Path, metadata: Mapping[str, Any]) -> None:

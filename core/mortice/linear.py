@@ -16,6 +16,8 @@ from attrs import frozen
 
 from mortice import staging
 
+FLOATS = (mx.float32, mx.bfloat16, mx.float16)
+"""Types of weights that are not packed, and of the scales of affine ones."""
 FEW = 2
 """Rows up to which the CPU multiplies packed weights as they are (decoding); unpacking pays from the third on."""
 FEW_EACH = 8
@@ -38,7 +40,24 @@ class Quantization:
         """
         if on_cpu() and self.mode == "affine":
             scales, biases = scales.astype(mx.float32), None if biases is None else biases.astype(mx.float32)
-        return mx.dequantize(weight, scales, biases, group_size=self.group_size, bits=self.bits, mode=self.mode)
+        return unpack(weight, scales, biases, self.group_size, self.bits, self.mode)
+
+
+def unpack(
+    weight: mx.array, scales: mx.array, biases: mx.array | None, group_size: int, bits: int, mode: str
+) -> mx.array:  # fmt: skip
+    """`mx.dequantize`, also for any number of short rows of nvfp4, which MLX's CPU unpacks only in pairs of groups."""
+    odd = mode == "nvfp4" and scales.size % 2 == 1
+    if odd:
+        lead, weight, scales = weight.shape[:-1], *(a.reshape(-1, a.shape[-1]) for a in (weight, scales))
+        weight, scales = (mx.concatenate([a, a[:1]]) for a in (weight, scales))
+    rows = mx.dequantize(weight, scales, biases, group_size=group_size, bits=bits, mode=mode)
+    return rows[:-1].reshape(*lead, rows.shape[-1]) if odd else rows
+
+
+def unpacked_dtype(scales: mx.array) -> mx.Dtype:
+    """The type of packed numbers: that of their scales, or bfloat16, which holds all of them, where those are bytes."""
+    return scales.dtype if scales.dtype in FLOATS else mx.bfloat16
 
 
 def packed_zeros(shape: Sequence[int], q: Quantization) -> dict[str, mx.array]:
@@ -118,6 +137,11 @@ class Packed(nn.Module):
     def shape(self) -> tuple[int, ...]:
         """That of the matrix, or of the stack of them, unpacked."""
         return self._shape
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The type that the numbers are stored for: see `unpacked_dtype`."""
+        return unpacked_dtype(self.scales)
 
     def _stored(self) -> list[mx.array]:
         biases = self.get("biases")

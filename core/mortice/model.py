@@ -23,7 +23,7 @@ from attrs import evolve, frozen
 
 from mortice.batch import Gradients
 from mortice.context import Context, activate
-from mortice.linear import FEW, on_cpu
+from mortice.linear import FEW, on_cpu, unpack
 from mortice.modules import leaves, slots
 
 Carry: TypeAlias = "dict[str, mx.array]"
@@ -254,8 +254,7 @@ class Output:
         weight, scales, biases = self._packed(at)
         if self.mode == "affine":  # else rows are rounded to the type of the scales
             scales, biases = scales.astype(mx.float32), None if biases is None else biases.astype(mx.float32)
-        rows = mx.dequantize(weight, scales, biases, group_size=self.group_size, bits=self.bits, mode=self.mode)
-        return rows.astype(mx.float32)
+        return unpack(weight, scales, biases, self.group_size, self.bits, self.mode).astype(mx.float32)
 
     def rows(self, start: int = 0, stop: int | None = None) -> mx.array:
         """Rows of the matrix as float32 `[stop − start, D]`."""

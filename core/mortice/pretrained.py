@@ -21,8 +21,9 @@ from safetensors import SafetensorError, safe_open
 
 from mortice import hub
 from mortice.errors import CheckpointError, ConfigError, suggest
-from mortice.linear import PACKABLE, Packed, Quantization, on_cpu, quantized
+from mortice.linear import FLOATS, Packed, on_cpu
 from mortice.model import Model
+from mortice.packed_weights import place_packed, stated_packing
 from mortice.randomness import stable_key
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from mortice.protocols import Adapter, ModelAdapter, Params
     from mortice.tokenizer import Tokenizer
 
-FLOATS = (mx.float32, mx.bfloat16, mx.float16)
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 
 
@@ -96,10 +96,11 @@ def load(
             f"{folder} is an adapter, not a model: give the model that it was trained on, and it on top"
         )
     config = read_json(folder / "config.json")
+    stated = stated_packing(config)
     family, builder = find_adapter(plugins, config)
     model = builder.build(config)
     stored = open_weights(folder)
-    _quantize(model, config, stored)
+    place_packed(model, stated, stored)
     ignored = put_weights(model, stored, dtype, folder)
     base = Pretrained(
         model, config, folder, family, ignored, names=frozenset(model.named_parameters()), size=_size(model)
@@ -247,54 +248,6 @@ def _shards(index: Path) -> list[Path]:
     if strange:
         raise CheckpointError(f"{index} names files that are no *.safetensors beside it: {some(strange)}")
     return [index.parent / name for name in names]
-
-
-def _quantize(model: Model, config: Mapping[str, Any], stored: Mapping[str, mx.array]) -> None:
-    """Packed twins for the layers whose weights are stored with scales.
-
-    Bits and group size follow from the shapes; a layer's own entry in the config must agree with them, and `false`
-    there keeps the layer as it is. Raises CheckpointError for a packing that is not MLX's.
-    """
-    table = config.get("quantization") or config.get("quantization_config") or {}
-    if "quant_method" in table:
-        raise CheckpointError(
-            f"config.json: weights packed by {table['quant_method']!r} are not supported (supported: MLX's own)"
-        )
-    if not any(name.endswith(".scales") for name in stored):
-        return
-    names = model.sanitize({name: value for name, value in stored.items() if name.endswith((".scales", ".weight"))})
-    for name, module, put in list(model.named_modules()):
-        scales = names.get(f"{name}.scales")
-        own = table.get(name, table.get(model.mlx_lm_name(name)))
-        if scales is None or own is False or not isinstance(module, PACKABLE):
-            continue
-        packed, inputs = names[f"{name}.weight"], module.weight.shape[-1]
-        mode = "affine" if scales.dtype in FLOATS else _mode(packed, inputs, scales)
-        found = Quantization(packed.shape[-1] * 32 // inputs, inputs // scales.shape[-1], mode)
-        _check_packing(name, found, own if isinstance(own, Mapping) else {})
-        put(quantized(module, found))
-    model.invalidate()
-
-
-def _check_packing(name: str, found: Quantization, stated: Mapping[str, Any]) -> None:
-    groups = {"affine": (32, 64, 128), "mxfp4": (32,), "nvfp4": (16,), "mxfp8": (32,)}
-    if found.bits not in range(2, 9) or found.group_size not in groups[found.mode]:
-        raise CheckpointError(
-            f"{name} is packed with {found.bits} bits in groups of {found.group_size} by its shape, "
-            "which is no packing of MLX; is config.json that of these weights?"
-        )
-    for key in ("bits", "group_size"):
-        if stated.get(key, getattr(found, key)) != getattr(found, key):
-            raise CheckpointError(
-                f"{name} is stored with {key} {getattr(found, key)}, config.json says {stated[key]} for it"
-            )
-
-
-def _mode(packed: mx.array, inputs: int, scales: mx.array) -> str:
-    """Scales stored as bytes belong to the floating-point modes; they differ in bits and group size."""
-    if packed.shape[-1] * 32 // inputs == 8:
-        return "mxfp8"
-    return "nvfp4" if inputs // scales.shape[-1] == 16 else "mxfp4"
 
 
 def put_weights(model: Model, stored: dict[str, mx.array], dtype: str, folder: Path) -> tuple[str, ...]:

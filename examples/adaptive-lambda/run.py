@@ -96,7 +96,7 @@ def prefer(folder: Path, model: Path, seed: int, name: str, loss: dict) -> dict:
             "data": {"format": "preference", "train": str(folder / "train.jsonl"), "valid": str(folder / "valid.jsonl"),
                      "template": "none"},
             "loss": {"name": "orpo", "sft_scope": "response"} | loss,
-            "adapter": {"name": "lora", "rank": 4}, "optimizer": {"name": "adamw", "learning_rate": 3e-4},
+            "adapter": {"name": "lora", "rank": 4}, "optimizer": {"name": "adamw", "learning_rate": 2e-3},
             "train": {"steps": STEPS, "batch_size": 8, "micro_batch_size": 8, "seed": seed, "validate_every": 5},
             "tracker": {"name": "jsonl"}, "run": {"path": str(folder / f"orpo-{name}-{seed}")},
         }

@@ -44,7 +44,8 @@ def convert(
     dequantize
         Write float weights.
     dtype
-        Type of float weights, and of the scales of packed ones (default: as stored; of a GGUF file's float16).
+        Type of float weights, and of the scales of packed ones (default: as stored, that of the scales for what is
+        unpacked; of a GGUF file float16).
     json
         Print JSON.
     """
@@ -63,7 +64,8 @@ def convert(
     made = _convert(source, target, packing, dequantize, dtype, quiet=json)
     if json:
         print_json({"path": str(made.path), "tensors": made.tensors, "bytes": made.bytes, "quantized": made.quantized,
-                    "bits_per_weight": made.bits_per_weight, "left": list(made.left)})  # fmt: skip
+                    "bits_per_weight": made.bits_per_weight, "left": list(made.left),
+                    "left_out": made.left_out})  # fmt: skip
         return
     from rich.console import Console
 
@@ -90,8 +92,8 @@ def _convert(
     if is_gguf and packing is None:
         if dtype is not None and not dequantize:
             raise ConfigError("--dtype is the type of dequantized weights of a GGUF file; it goes with --dequantize")
-        with bar(f"converting {source}", quiet=quiet):
-            return convert_gguf(file, target, dequantize=dequantize, dtype=dtype or "float16")
+        with bar(f"converting {source}", quiet=quiet) as progress:
+            return convert_gguf(file, target, dequantize=dequantize, dtype=dtype or "float16", progress=progress)
     if packing is None and not dequantize and dtype is None:
         raise ConfigError("nothing to change: give --bits, --mode, --rule, --dequantize or --dtype")
     with bar(f"converting {source}", quiet=quiet) as progress:
@@ -102,5 +104,5 @@ def _convert(
         target = target.expanduser().absolute()
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".tmp-") as between:
-            floats = convert_gguf(file, Path(between) / "model", dequantize=True, dtype="float32").path
-            return convert_checkpoint(floats, target, packing=packing, dtype=dtype or "float16", progress=progress)
+            stored = convert_gguf(file, Path(between) / "model").path
+            return convert_checkpoint(stored, target, packing=packing, dtype=dtype or "float16", progress=progress)

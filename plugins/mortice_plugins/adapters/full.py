@@ -13,8 +13,9 @@ from attrs import frozen
 
 from mortice import atomic
 from mortice.errors import CheckpointError, ConfigError
+from mortice.linear import FLOATS
 from mortice.model import Model
-from mortice.pretrained import FLOATS, open_weights, read_json, some
+from mortice.pretrained import open_weights, read_json, some
 from mortice.protocols import Params
 
 

@@ -16,7 +16,7 @@ from attrs import frozen
 
 from mortice.context import Context
 from mortice.elementwise import geglu
-from mortice.linear import Embedding, Linear
+from mortice.linear import Embedding, Linear, Packed
 from mortice.model import Block, Carry, Model, Output, Part, output_of
 from mortice.modules import slots
 from mortice_plugins.models.gemma4_config import FULL, MULTIMODAL_TYPES, SLIDING, TEXT_TYPES, Gemma4Config
@@ -162,7 +162,7 @@ class EmbeddingPart(Part):
 
 def _scaled(table: nn.Module, tokens: mx.array, width: int, dtype: mx.Dtype) -> mx.array:
     """Rows times √width, rounded to the type that they are stored in, as they were trained."""
-    stored = table.get("scales", table.weight).dtype
+    stored = table.dtype if isinstance(table, Packed) else table.weight.dtype
     return table(tokens).astype(dtype) * mx.array(width**0.5, stored).astype(dtype)
 
 

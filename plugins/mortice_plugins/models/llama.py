@@ -238,7 +238,7 @@ class Llama(Model):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
-        c = LlamaConfig.read(config)
+        c = self._c = LlamaConfig.read(config)
         self._tied = c.tied
         self._embedding, self._final = EmbeddingPart(c), FinalNorm(c)
         self.blocks = [block for i in range(c.layers) for block in (AttentionBlock(c, i), MLPBlock(c, i))]
@@ -263,6 +263,23 @@ class Llama(Model):
         """Rotary tables are recomputed; a tied checkpoint may still carry its output matrix."""
         dead = ("lm_head.",) if self._tied else ()
         return {n: w for n, w in weights.items() if "rotary_emb" not in n and not n.startswith(dead)}
+
+    @property
+    def mlx_lm_config(self) -> Mapping[str, Any]:
+        """With the keys whose absence means something else to mlx-lm, which reads the rotary options of a Llama in
+        their older spelling only."""
+        c, made = self._c, dict(self.config)
+        made |= {"tie_word_embeddings": c.tied, "head_dim": c.head_dim, "num_key_value_heads": c.kv_heads,
+                 "rms_norm_eps": c.eps}  # fmt: skip
+        if any(c.windows) and "layer_types" not in made:
+            made["layer_types"] = ["sliding_attention" if window else "full_attention" for window in c.windows]
+            made["sliding_window"] = max(window or 0 for window in c.windows)
+        rope = dict(made.get("rope_parameters") or {})
+        if rope:
+            made.setdefault("rope_theta", rope.pop("rope_theta", 10000.0))
+            if rope.get("rope_type", rope.get("type", "default")) != "default":
+                made["rope_scaling"] = rope
+        return made
 
 
 @frozen
