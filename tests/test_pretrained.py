@@ -210,9 +210,9 @@ def test_scales_without_their_matrix(tmp_path):
 @pytest.mark.parametrize(
     ("method", "advice"),
     [
-        ("gptq", "mlx_lm.convert writes MLX's packing"),
+        ("gptq", "take the float weights that they were made of, and pack those with mortice convert"),
         ("awq", "mlx_lm.convert writes MLX's packing"),
-        ("bitsandbytes", "take the float weights that they were made of, and pack those with mortice convert"),
+        ("bitsandbytes", "take the float weights"),
         ("fp8", "take the float weights"),
         ("compressed-tensors", "take the float weights"),
         ("of-tomorrow", "take the float weights"),

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 SHARD = 5 * 10**9
 """Bytes of a file from which on another one begins."""
+BLOCK = 2**21
+"""Numbers that are packed or unpacked at once."""
 TYPES = ("torch_dtype", "dtype")
 """Keys of config.json that name the type of the weights; transformers writes the second since version 5."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".pickle", ".h5", ".msgpack", ".onnx", ".index.json")
@@ -212,28 +214,42 @@ def _tensors(model: Model, plan: _Plan, dtype: mx.Dtype | None) -> Iterator[tupl
             made = {name: cast(value)}
         else:
             rest = [arrays.pop(f"{stem}.{part}", None) for part in ("scales", "biases")]
-            parts: list[mx.array | None]
-            if before is not None and before == after:
-                parts = [value, *rest]
-                # bytes of a floating-point mode are no numbers to cast
-                parts = [p if p is None or p.dtype not in FLOATS else cast(p) for p in parts]
-            else:
-                floats = cast(value if before is None else _unpacked(before, [value, *rest]))
-                parts = [floats] if after is None else _packed(floats, after)
-            keys = ("weight", "scales", "biases")
-            made = {f"{stem}.{key}": p for key, p in zip(keys, parts) if p is not None}
+            stored = [value, *(part for part in rest if part is not None)]
+            del value, rest
+            parts = [cast(p) for p in stored] if before == after else _repacked(stored, before, after, cast)
+            made = {f"{stem}.{key}": part for key, part in zip(("weight", "scales", "biases"), parts)}
         mx.eval(list(made.values()))
         yield name, made
 
 
-def _unpacked(q: Quantization, stored: Sequence[mx.array | None]) -> mx.array:
-    """In the type that they are stored for."""
-    parts = [part for part in stored if part is not None]
-    return q.dequantize(*parts).astype(unpacked_dtype(parts[1]))
+def _repacked(
+    stored: Sequence[mx.array], before: Quantization | None, after: Quantization | None,
+    cast: Callable[[mx.array], mx.array],
+) -> list[mx.array]:  # fmt: skip
+    """A matrix, or a stack of them, in another packing, in blocks of rows: MLX's CPU takes twenty times the memory of
+    the numbers that it packs in the modes with bytes as scales."""
+    lead = stored[0].shape[:-1]
+    flat = [part.reshape(-1, part.shape[-1]) for part in stored]
+    mx.eval(flat)
+    count, columns = flat[0].shape
+    height = max(1, BLOCK // (columns if before is None else columns * 32 // before.bits))
 
+    def block(start: int) -> list[mx.array]:
+        rows = [part[start : start + height] for part in flat]
+        if before is None:
+            floats = cast(rows[0])
+        else:
+            floats = cast(before.dequantize(*rows).astype(unpacked_dtype(rows[1])))
+        if after is None:
+            return [floats]
+        return list(mx.quantize(floats, group_size=after.group_size, bits=after.bits, mode=after.mode))
 
-def _packed(floats: mx.array, q: Quantization) -> list[mx.array | None]:
-    return list(mx.quantize(floats, group_size=q.group_size, bits=q.bits, mode=q.mode))
+    blocks = []
+    for start in range(0, count, height):
+        made = block(start)
+        mx.eval(made)
+        blocks.append(made)
+    return [mx.concatenate(list(parts)).reshape(*lead, -1) for parts in zip(*blocks)]
 
 
 @define

@@ -22,9 +22,8 @@ BITS, GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 KEYS = ("quantization", "quantization_config")
 """Where config.json may say how weights are packed, in order of preference."""
 
-_BY_MLX_LM = "mlx_lm.convert writes MLX's packing of them, which is read; or take the float weights"
 _FLOATS = "take the float weights that they were made of, and pack those with mortice convert"
-_METHODS = {"gptq": _BY_MLX_LM, "awq": _BY_MLX_LM}
+_METHODS = {"awq": "mlx_lm.convert writes MLX's packing of them, which is read; or take the float weights"}
 """What to do with the packings of other tools; with all others, `_FLOATS`."""
 _SIGNS = {
     ".qweight": "GPTQ or AWQ", ".qzeros": "GPTQ or AWQ", ".absmax": "bitsandbytes", ".quant_map": "bitsandbytes",
