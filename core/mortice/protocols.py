@@ -87,6 +87,11 @@ class Backward(Protocol):
 
     `contexts` holds one context a row, each with its `row`. The strategy runs `model.embed`, `model.blocks` and
     `model.finish` under it, hands all hidden states to the objective at once and brings `d hidden` back.
+
+    `score(model, params, contexts, objective) → ObjectiveResult` (optional) is its forward alone, with scores that
+    equal those of a call to the last bit: `objective.scored(hiddens, traced=…)` ends it. The reference policy is
+    scored so, that a policy which is its own reference starts at a margin of exactly 0. Without it the whole strategy
+    runs for that, and its gradients are dropped.
     """
 
     def __call__(
@@ -129,6 +134,10 @@ class Adapter(Protocol):
 
     Two classmethods let a saved folder be opened without options: `claims(path) → bool`, whether the folder is of this
     kind, and `from_folder(path, model) → (strategy, params)`, which attaches what it holds.
+
+    `attach_saved(model, path, given) → (strategy, params)` (optional) does the same for a run that starts from the
+    folder, and raises ConfigError where an option that is named in `given` is another one there. Without it the values
+    of these options are compared.
     """
 
     def attach(self, model: Model, seed: int, /) -> Params:
@@ -224,7 +233,8 @@ class SourceContext:
 
 
 class LiveSource(Protocol):
-    """What a source does during a run. One that knows all its groups beforehand may give them in `known()`."""
+    """What a source does during a run. One that knows all its groups beforehand may give them in `known()`: every
+    group that `next` and `validate` will ever use, and `next` is then a function of the step."""
 
     provides: frozenset[str]
 

@@ -104,7 +104,7 @@ def score(
     )
     ref_logprobs = None
     if "ref_logprobs" in requires:
-        found = Reference(engine, _reference(reference, pretrained, params)).fill(found)
+        found = Reference(engine, _reference(reference, pretrained, params)).fill(found, training=gradients)
         ref_logprobs = [list(c.ref_logprobs or ()) for g in found for c in g.completions]
     if gradients:
         tally, grads = engine.gradients(params, found)

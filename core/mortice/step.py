@@ -68,8 +68,7 @@ class Engine:
 
         Raises DataError for a token id outside the vocabulary.
         """
-        check_vocabulary(groups, self.model.output.vocab)
-        micros = self.layout(groups, self.limits, prompt_targets="prompt_logprobs" in self.requires)
+        micros = self.lay_out(groups)
         batches = [make_batch(micro, self.requires) for micro in micros]
         counts: dict[tuple[int, str], float] = {}
         for batch in batches:
@@ -122,17 +121,42 @@ class Engine:
             tally.add(micro, objective(hidden_states(self.model, self.contexts(micro)), grad=False))
         return tally
 
-    def logprobs(self, params: Params, groups: Sequence[Group]) -> list[list[tuple[float, ...]]]:
-        """Log-probability of every completion token, `[group][completion][token]`; NaN outside the loss mask."""
+    def logprobs(
+        self, params: Params, groups: Sequence[Group], *, as_trained: bool = False
+    ) -> list[list[tuple[float, ...]]]:
+        """Log-probability of every completion token, `[group][completion][token]`; NaN outside the loss mask.
+
+        To the last bit those that `evaluate` goes by, or with `as_trained` those of `gradients`.
+        """
+        found: dict[int, list[tuple[float, ...]]] = {}  # by identity, since a layout may change the order
+        for micro in self.lay_out(groups):
+            found |= zip(map(id, micro.groups), self.scores(params, micro, as_trained=as_trained))
+        return [found[id(group)] for group in groups]
+
+    def lay_out(self, groups: Sequence[Group]) -> list[MicroBatch]:
+        """The micro-batches of these groups as `gradients` and `evaluate` make them. Raises DataError for a token id
+        outside the vocabulary."""
         check_vocabulary(groups, self.model.output.vocab)
+        return self.layout(groups, self.limits, prompt_targets="prompt_logprobs" in self.requires)
+
+    def scores(
+        self, params: Params, micro: MicroBatch, *, as_trained: bool = False
+    ) -> list[list[tuple[float, ...]]]:  # fmt: skip
+        """`logprobs` of one micro-batch."""
         self.model.read()
         self.model.bind(params)
-        found: dict[int, list[tuple[float, ...]]] = {}  # by identity, since a layout may change the order
-        for micro in self.layout(groups, self.limits):
-            objective = Objective(self.model, self.head, micro, temperature=self.temperature)
-            result = objective(hidden_states(self.model, self.contexts(micro)), grad=False)
-            found |= zip(map(id, micro.groups), split_logprobs(micro, result))
-        return [found[id(group)] for group in groups]
+        objective = Objective(
+            self.model, self.head, micro, losses=self.losses, temperature=self.temperature, trainable=params
+        )
+        contexts = self.contexts(micro)
+        if not as_trained:
+            result = objective.scored(hidden_states(self.model, contexts), traced=False, grad=False)
+        elif hasattr(self.backward, "score"):
+            result = self.backward.score(self.model, params, contexts, objective)
+        else:  # the whole of it then, for nothing but its forward
+            objective = Objective(self.model, self.head, micro, temperature=self.temperature, trainable=params)
+            result, _ = self.backward(self.model, params, contexts, objective)
+        return split_logprobs(micro, result)
 
 
 @frozen(eq=False)

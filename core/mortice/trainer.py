@@ -38,7 +38,7 @@ from mortice.protocols import (
     RunInfo,
     Tracker,
 )
-from mortice.reference import Reference
+from mortice.reference import Reference, coming
 from mortice.step import Engine, clip
 
 
@@ -175,7 +175,11 @@ class Trainer:
             self.hook.on_run_start(run=info)
             try:
                 try:
+                    if self.reference is not None:
+                        self._score_ahead(self.reference)
                     before = self._validate()
+                    if self.reference is not None:
+                        self.reference.settle()
                     self._watched()  # a metric that validation lacks is found before the first step
                     for groups, turn in self._turns():
                         self.turn = turn
@@ -216,7 +220,7 @@ class Trainer:
     def _train_step(self, groups: Sequence[Group]) -> Mapping[str, float]:
         start = time.perf_counter()
         mx.reset_peak_memory()
-        groups = self._with_reference(groups)
+        groups = self._with_reference(groups, training=True)
         randomness = Randomness(self.seed, self.step, self.turn)
         tally, gradients = self.engine.gradients(self.params, groups, randomness, self.signals.poll)
         rate = self.learning_rate(self.step)
@@ -294,14 +298,22 @@ class Trainer:
         return self._valid
 
     def _evaluate(self, groups: Sequence[Group]) -> dict[str, float]:
-        groups = self._with_reference(groups)
+        groups = self._with_reference(groups, training=False)
         return self.engine.evaluate(self.params, groups, self.signals.poll).values()
 
-    def _with_reference(self, groups: Sequence[Group]) -> Sequence[Group]:
-        """Groups with the reference's log-probabilities, where a loss needs them. The policy is bound again."""
+    def _score_ahead(self, reference: Reference) -> None:
+        """The groups of training under the reference; those held out follow when they are first evaluated."""
+        steps = coming(self.source, self.step, self.pace.total) if reference.known else ()
+        reference.ahead(steps, exact=self.step == 0, poll=self.signals.poll, tell=self.say)
+
+    def _with_reference(self, groups: Sequence[Group], *, training: bool) -> Sequence[Group]:
+        """Groups with the reference's log-probabilities, where a loss needs them. The policy is bound again.
+
+        At step 0 the policy may be its own reference, and equal to the last bit; later only rounding is at stake.
+        """
         if self.reference is None:
             return groups
-        filled = self.reference.fill(groups)
+        filled = self.reference.fill(groups, training=training, exact=self.step == 0)
         self.engine.model.bind(self.params)
         return filled
 
