@@ -36,6 +36,10 @@ class WeightedLoss:
     def requires(self) -> frozenset[str]:
         return frozenset(getattr(self.loss, "requires", ()))
 
+    @property
+    def from_start(self) -> Mapping[str, str]:
+        return getattr(self.loss, "from_start", {})
+
 
 Counts = Mapping[tuple[int, str], float]
 """(index of the loss, term) → the count of the whole optimizer step."""

@@ -42,7 +42,9 @@ class Loss(Protocol):
     `pairs`, `groups` (K > 1), `ref_logprobs`, `old_logprobs`, `advantages`, `prompt_logprobs`, `entropy`, `values`.
     The counts of its terms must not depend on the scores. A loss may say them itself in
     `counts(batch) → {term: count}`; without it they are read from a call with placeholder scores.
-    `profile` (optional) maps dotted keys of the run file to the values this loss is best run with.
+    `profile` (optional) maps dotted keys of the run file to the values this loss is best run with. `from_start`
+    (optional) maps names of further validation metrics to metrics of the loss: each is by how much that one has changed
+    since the first validation of the run.
     """
 
     def __call__(self, scores: TokenLogprobs, batch: Batch, /) -> LossOutput: ...

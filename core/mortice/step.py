@@ -196,6 +196,9 @@ class Tally:
     metrics: dict[str, tuple[float, float]] = field(factory=dict)
     tokens: int = 0
     """Tokens that ran through the model."""
+    pairs: int = 0
+    identical_pairs: int = 0
+    """Pairs whose two answers are the same: there is nothing to prefer."""
     _logprobs: dict[int, list[tuple[float, ...]]] = field(factory=dict)
 
     def logprobs(self, groups: Sequence[Group]) -> list[list[tuple[float, ...]]]:
@@ -219,11 +222,17 @@ class Tally:
         for name, (total, count) in result.metrics.items():
             old = self.metrics.get(name, (0.0, 0.0))
             self.metrics[name] = (old[0] + number(total), old[1] + number(count))
+        for group in micro.groups:
+            self.pairs += len(group.pairs)
+            self.identical_pairs += sum(group.completions[c].ids == group.completions[r].ids for c, r in group.pairs)
         self._logprobs |= zip(map(id, micro.groups), split_logprobs(micro, result))
 
     def values(self) -> dict[str, float]:
-        """`loss`, each term's own mean and each metric. With several losses a term carries its loss's name."""
+        """`loss`, each term's own mean and each metric, and how many pairs there were, where a loss goes by pairs. With
+        several losses a term carries its loss's name."""
         found = {"loss": self.loss}
+        if "pairs" in requirements(self.losses):
+            found |= {"pairs": self.pairs, "identical_pairs": self.identical_pairs}
         for (i, name), total in self.totals.items():
             label = name if len(self.losses) == 1 else f"{loss_label(self.losses, i)}/{name}"
             count = self.counts[i, name]

@@ -151,6 +151,8 @@ class Trainer:
     controller_state: dict[str, Mapping[str, Any]] = field(factory=dict)
     overrides: dict[str, Any] = field(factory=dict)
     """Options that controllers have changed so far."""
+    start: dict[str, float] = field(factory=dict)
+    """The first validation."""
     _live: list[LiveTracker] = field(factory=list)
     _best: float | None = None
     _saved_step: int | None = None
@@ -290,12 +292,20 @@ class Trainer:
             return self._valid
         start = time.perf_counter()
         found = self.source.validate(self._evaluate)
-        self._valid, self._valid_step = dict(found), self.step
+        self._valid, self._valid_step = {**found, **self._since_start(found)}, self.step
         self._log(
-            {f"valid/{name}": value for name, value in found.items()} | {"valid/seconds": time.perf_counter() - start}
+            {f"valid/{name}": value for name, value in self._valid.items()} | {"valid/seconds": time.perf_counter() - start}
         )
         self._control()
         return self._valid
+
+    def _since_start(self, found: Mapping[str, float]) -> dict[str, float]:
+        """By how much metrics that a loss names have changed since the first validation, which is remembered."""
+        if not self.start:
+            self.start = dict(found)
+        named = {name: source for loss in self.engine.losses for name, source in loss.from_start.items()}
+        both = found.keys() & self.start.keys()
+        return {name: found[s] - self.start[s] for name, s in named.items() if s in both and name not in found}
 
     def _evaluate(self, groups: Sequence[Group]) -> dict[str, float]:
         groups = self._with_reference(groups, training=False)
@@ -366,6 +376,7 @@ class Trainer:
                 "source": self.source.state(),
                 "controllers": dict(self.controller_state),
                 "overrides": dict(self.overrides),
+                "start": self.start,
             },
         )
         path = self.folder.save(checkpoint, self._write_weights, self._watched())
