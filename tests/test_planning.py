@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from attrs import frozen
+from attrs import evolve, frozen
 from tiny_llama import logits, tiny
 
 from mortice.batch import Completion, Group, Limits, LossOutput
