@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, frozen
 
 from mortice.batch import Group, MicroBatch
 from mortice.errors import CheckpointError, ConfigError, TrainingError
@@ -116,6 +116,7 @@ class Reference:
     def cache(self) -> ReferenceCache:
         if self._cache is None:
             self._cache = self.open_cache()
+            self.open_cache = _opened  # it held the parameters, which are to go
         return self._cache
 
     def fill(self, groups: Sequence[Group], *, training: bool = False, exact: bool = False) -> list[Group]:
@@ -158,6 +159,7 @@ class Reference:
         if self.known:
             self.cache.save()
             self.params = None
+            gc.collect()
 
     def score_other(self, source: LiveSource, total: int, batch_size: int, tell: Callable[[str], None]) -> None:
         """Load the other model, score all groups of a run of so many steps that are not kept yet, and let it go."""
@@ -222,6 +224,10 @@ class Reference:
         changes = self.cache.differences()
         since = f"; since the others were: {changes}" if changes else ""
         tell(f"reference: scoring {lacking} of {total} groups, once{since}")
+
+
+def _opened() -> ReferenceCache:
+    raise AssertionError("the cache is open")
 
 
 def _progress(done: int, more: int, total: int, tell: Callable[[str], None]) -> None:

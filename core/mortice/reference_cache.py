@@ -8,6 +8,8 @@ JSON, with a fingerprint of the numbers: nothing is unpickled, and a damaged fil
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -101,10 +103,8 @@ class ReferenceCache:
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             if self.file.exists():
-                try:
+                with contextlib.suppress(_Damaged):  # it is about to be replaced
                     self._take_in()
-                except _Damaged:
-                    pass  # it is about to be replaced
             for key, scores in own.items():
                 self._put(key, scores)
             with atomic.writing(self.file) as part:
@@ -174,8 +174,6 @@ class ReferenceCache:
 
 
 def _content(tensors: Mapping[str, np.ndarray]) -> str:
-    import hashlib
-
     digest = hashlib.blake2b(digest_size=SIZE)
     for name in ("keys", "lengths", "scores"):
         digest.update(np.ascontiguousarray(tensors[name]).data)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import mlx.core as mx
@@ -116,7 +117,7 @@ def _reference_cache(
         "backward": "none" if other is not None else _options(engine.backward),
         "context": f"attention_chunk {engine.attention_chunk}, mlp_chunk {engine.mlp_chunk}",
         "targets": "prompts too" if "prompt_logprobs" in engine.requires else "answers",
-        "device": f"{mx.default_device()}, mlx {mx.__version__}",
+        "device": f"{mx.default_device()}, mlx {metadata.version('mlx')}",
     }
     made_from = {"data.train": "none" if data.train is None else data.train.name}
     for name in ("train", "valid"):
@@ -152,5 +153,3 @@ def _values_of(
     if len(own) < len(values) and config.adapter_init is not None:
         parts.append(files.of(config.adapter_init.glob("*.*")))
     return f"adapter {of_text(*parts)[:12]}" if parts else "base"
-
-

@@ -294,7 +294,8 @@ class Trainer:
         found = self.source.validate(self._evaluate)
         self._valid, self._valid_step = {**found, **self._since_start(found)}, self.step
         self._log(
-            {f"valid/{name}": value for name, value in self._valid.items()} | {"valid/seconds": time.perf_counter() - start}
+            {f"valid/{name}": value for name, value in self._valid.items()}
+            | {"valid/seconds": time.perf_counter() - start}
         )
         self._control()
         return self._valid

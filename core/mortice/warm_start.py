@@ -30,7 +30,9 @@ def attach_adapter(config: RunConfig, model: Model) -> tuple[RunConfig, Params]:
     if type(chosen.options) is not cls:
         named = isinstance(config.file.tables["adapter"], dict) and "name" in config.file.tables["adapter"]
         if named or given:
-            said = f"adapter.name is {chosen.name!r}" if named else f"{', '.join(sorted(given))} belongs to another kind"
+            said = (
+                f"adapter.name is {chosen.name!r}" if named else f"{', '.join(sorted(given))} belongs to another kind"
+            )
             raise ConfigError(f"{where}adapter.init: {folder} holds an adapter of the kind {saved.name!r}, but {said}")
         strategy, params = cls.from_folder(folder, model)
     elif hasattr(chosen.options, "attach_saved"):
