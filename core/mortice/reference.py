@@ -125,7 +125,7 @@ class Reference:
         `training`: scored by the forward of training, else by that of evaluation. `exact`: to the last bit as it
         would be in just these micro-batches; else what was scored beside other groups will do.
         """
-        lacking = {id(g) for g in groups if any(c.ref_logprobs is None for c in g.completions)}
+        lacking = {id(group) for group in groups if _lacks(group)}
         if not lacking:
             return list(groups)
         filled: dict[int, Group] = {}
@@ -143,14 +143,14 @@ class Reference:
         if not self.known or self.other is not None:
             return
         steps = list(steps)
-        found = sum(self._has(group, TRAINED) for groups in steps for group in groups)
-        total = sum(map(len, steps))
-        self._announce(total - found, total, tell)
+        open_groups = [group for groups in steps for group in groups if _lacks(group)]
+        lacking = sum(not self._has(group, TRAINED) for group in open_groups)
+        self._announce(lacking, len(open_groups), tell)
         try:
             for i, groups in enumerate(steps):
                 poll()
                 self.fill(groups, training=True, exact=exact and i == 0)
-                _progress(self._scored, len(groups), total - found, tell)
+                _progress(self._scored, len(groups), lacking, tell)
         finally:
             self.cache.save()
 
@@ -164,9 +164,8 @@ class Reference:
     def score_other(self, source: LiveSource, total: int, batch_size: int, tell: Callable[[str], None]) -> None:
         """Load the other model, score all groups of a run of so many steps that are not kept yet, and let it go."""
         assert self.other is not None
-        groups = list(needed(source, total))
-        lacking = [g for g in groups if any(c.ref_logprobs is None for c in g.completions)]
-        lacking = [g for g in lacking if not self._has(g, ELSEWHERE)]
+        groups = [group for group in needed(source, total) if _lacks(group)]
+        lacking = [group for group in groups if not self._has(group, ELSEWHERE)]
         self._announce(len(lacking), len(groups), tell)
         if not lacking:
             return
@@ -218,12 +217,18 @@ class Reference:
         return self.cache.find(way, of_group(group), ALONE, exact=False) is not None
 
     def _announce(self, lacking: int, total: int, tell: Callable[[str], None]) -> None:
+        if not total:
+            return
         if not lacking:
             tell(f"reference: all {total} groups are scored already, in {self.cache.file}")
             return
         changes = self.cache.differences()
         since = f"; since the others were: {changes}" if changes else ""
         tell(f"reference: scoring {lacking} of {total} groups, once{since}")
+
+
+def _lacks(group: Group) -> bool:
+    return any(completion.ref_logprobs is None for completion in group.completions)
 
 
 def _opened() -> ReferenceCache:

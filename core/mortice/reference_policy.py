@@ -11,6 +11,7 @@ import attrs
 import mlx.core as mx
 from attrs import evolve
 
+from mortice import blas
 from mortice.errors import ConfigError
 from mortice.fingerprint import Files, of_arrays, of_text
 from mortice.pretrained import Pretrained, load, open_adapter, random_model
@@ -117,7 +118,7 @@ def _reference_cache(
         "backward": "none" if other is not None else _options(engine.backward),
         "context": f"attention_chunk {engine.attention_chunk}, mlp_chunk {engine.mlp_chunk}",
         "targets": "prompts too" if "prompt_logprobs" in engine.requires else "answers",
-        "device": f"{mx.default_device()}, mlx {metadata.version('mlx')}",
+        "device": f"{mx.default_device()}, mlx {metadata.version('mlx')}, {blas.load().name}",
     }
     made_from = {"data.train": "none" if data.train is None else data.train.name}
     for name in ("train", "valid"):
@@ -152,4 +153,5 @@ def _values_of(
     parts = [of_arrays(own)] if own else []
     if len(own) < len(values) and config.adapter_init is not None:
         parts.append(files.of(config.adapter_init.glob("*.*")))
-    return f"adapter {of_text(*parts)[:12]}" if parts else "base"
+    base = "base" if len(own) == len(values) else "base, in float32"  # all weights train, and are held as they train
+    return f"adapter {of_text(*parts)[:12]}" if parts else base
