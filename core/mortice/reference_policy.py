@@ -153,5 +153,6 @@ def _values_of(
     parts = [of_arrays(own)] if own else []
     if len(own) < len(values) and config.adapter_init is not None:
         parts.append(files.of(config.adapter_init.glob("*.*")))
-    base = "base" if len(own) == len(values) else "base, in float32"  # all weights train, and are held as they train
-    return f"adapter {of_text(*parts)[:12]}" if parts else base
+    if parts:
+        return f"adapter {of_text(*parts)[:12]}"
+    return "base" if len(own) == len(values) else "base, in float32"  # all weights train, and are held as they train
