@@ -639,7 +639,10 @@ def test_unknown_plugin_to_enable(refused):
 
 def test_a_reference_is_a_word_or_a_folder(load, refused, tmp_path):
     message = refused(BASE + '[reference]\npolicy = "initail"\n')
-    assert 'run.toml:8: reference.policy: must be "initial", "base" or an adapter folder, found no folder' in message
+    assert (
+        'run.toml:8: reference.policy: must be "initial", "base" or a folder (an adapter, or a model), found no folder'
+        in message
+    )
     (tmp_path / "adapter").mkdir()
     found = load(BASE + '[reference]\npolicy = "adapter"\n')
     assert found.reference.policy == str(tmp_path / "adapter")

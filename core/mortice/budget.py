@@ -97,7 +97,7 @@ class _Candidate:
         """The part of the peak that no open option changes."""
         if self.estimate is None:
             return 0
-        standing = sum(self.estimate.parts[name] for name in ("weights", "adapter", "reference", "optimizer"))
+        standing = sum(self.estimate.parts[name] for name in ("weights", "adapter", "optimizer"))
         return max(standing, self.estimate.update) + self.estimate.elsewhere
 
 

@@ -46,6 +46,8 @@ class Chosen:
     options: Any
     """The configured instance."""
     weight: float = 1.0
+    init: Path | None = None
+    """Of an adapter: the folder of the one that a run starts from."""
 
 
 @frozen(eq=False)
@@ -104,6 +106,15 @@ class RunConfig:
     @property
     def format(self) -> Any:
         return self.one("data")
+
+    @property
+    def adapter_init(self) -> Path | None:
+        """The folder of the adapter that the run starts from."""
+        return self.all("adapter")[0].init
+
+    def given(self, kind: str) -> frozenset[str]:
+        """Options of a strategy that file or flags name."""
+        return frozenset(_table(self.file, kind)) - {"name", "init", "weight"}
 
     def formats(self) -> dict[str, Any]:
         """Every format that can be had without options, by name."""
@@ -223,6 +234,7 @@ class _Reader:
     errors: list[str] = field(factory=list)
     profile: dict[tuple[str, str], tuple[Any, str]] = field(factory=dict)
     format_class: type | None = None
+    check_files: bool = True
 
     def say(self, key: Key, text: str) -> None:
         self.errors.append(f"{self.file.where(key)}{'.'.join(key)}: {text}")
@@ -321,13 +333,29 @@ class _Reader:
                     raise ValueError(f"must be > 0, found {weight}")
             except ValueError as error:
                 self.say((*where, "weight"), str(error))
+        init, begins = None, kind == "adapter" and "init" not in own
+        if begins and "init" in values:
+            init = self.adapter_folder((*where, "init"), values.pop("init"))
         values = self.with_profile(kind, cls, values)
         for key in list(values):
             if key not in own:
-                self.unknown(where, key, [*own, *(["weight"] if weighted else [])])
+                self.unknown(where, key, [*own, *(["weight"] if weighted else []), *(["init"] if begins else [])])
                 del values[key]
         instance = self.instance(where, cls, values)
-        return None if instance is None else Chosen(kind, found.name, found.provider, instance, weight)
+        return None if instance is None else Chosen(kind, found.name, found.provider, instance, weight, init)
+
+    def adapter_folder(self, key: Key, value: Any) -> Path | None:
+        try:
+            folder = Path(self.path(key, value_of(value, str)))
+        except ValueError as error:
+            self.say(key, str(error))
+            return None
+        inner = folder / "adapter"
+        if not self.check_files or (folder / "adapter_config.json").exists():
+            return folder
+        hint = f"; did you mean {inner}?" if (inner / "adapter_config.json").exists() else ""
+        self.say(key, f"{folder} is no adapter folder (it has no adapter_config.json){hint}")
+        return None
 
     def lookup(self, key: Key, kind: str, name: str) -> Strategy | None:
         """Raises PluginImportFailed, whose cause is worth a message of its own; other errors are collected."""
@@ -408,7 +436,7 @@ def _lines(file: RunFile, where: Key, cls: type, errors: Mapping[str, str]) -> l
 
 
 def _build(file: RunFile, plugins: Plugins, *, stem: str = "run", check_files: bool = True) -> RunConfig:
-    reader = _Reader(file, plugins)
+    reader = _Reader(file, plugins, check_files=check_files)
     reader.top()
     losses = reader.strategies("loss")
     for loss in losses:
@@ -424,7 +452,8 @@ def _build(file: RunFile, plugins: Plugins, *, stem: str = "run", check_files: b
             chosen += reader.strategies(kind)
     policy = core["reference"].policy if core["reference"] is not None else "initial"
     if check_files and policy not in ("initial", "base") and not Path(policy).is_dir():
-        reader.say(("reference", "policy"), f'must be "initial", "base" or an adapter folder, found no folder {policy}')
+        text = f'must be "initial", "base" or a folder (an adapter, or a model), found no folder {policy}'
+        reader.say(("reference", "policy"), text)
     if check_files and core["data"] is not None:
         _check_files(reader, core["data"])
     if reader.errors:

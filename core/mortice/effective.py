@@ -58,6 +58,8 @@ def effective_toml(config: RunConfig) -> str:
             add(table, key, "name", f"{chosen.provider}:{chosen.name}" if twice else chosen.name)
             if kind == "loss" and "weight" not in fields(type(chosen.options)):
                 add(table, key, "weight", chosen.weight)
+            if chosen.init is not None:
+                add(table, key, "init", chosen.init)
             for option_name in fields(type(chosen.options)):
                 add(table, key, option_name, getattr(chosen.options, option_name))
             if tables is None:

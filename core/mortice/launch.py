@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mortice.planning import Estimate
     from mortice.pretrained import Pretrained
     from mortice.protocols import Adapter, LiveSource, Policy
+    from mortice.reference import Reference
     from mortice.step import Engine
     from mortice.trainer import Outcome, Signals
 
@@ -63,6 +64,8 @@ class Prepared:
     signals: Signals
     head_params: frozenset[str] = frozenset()
     """Parameters that the head brought, not the adapter."""
+    reference: Reference | None = None
+    """The reference policy, where a loss needs one."""
     fitted: Fitted | None = None
     """What was changed for `[train] memory_limit`."""
 
@@ -91,8 +94,10 @@ class Prepared:
         )
 
 
-def prepare(config: RunConfig, notices: Notices | None = None) -> Prepared:
+def prepare(config: RunConfig, notices: Notices | None = None, *, train: bool = False) -> Prepared:
     """Check everything and build what a run needs. Weights are mapped, not yet read.
+
+    To `train`, a reference that is another model is scored here: it has to be gone before weights are read.
 
     Raises ConfigError, CheckpointError, DataError or PluginError for whatever is wrong.
     """
@@ -103,7 +108,9 @@ def prepare(config: RunConfig, notices: Notices | None = None) -> Prepared:
     from mortice.data import check_vocabulary
     from mortice.pretrained import load, random_model
     from mortice.protocols import Policy, SourceContext
+    from mortice.reference_policy import reference_of_run
     from mortice.trainer import Signals
+    from mortice.warm_start import attach_adapter
 
     notices = notices or Notices()
     for message in (*config.notices, *(plugin.failure() for plugin in config.plugins.failed)):
@@ -119,8 +126,8 @@ def prepare(config: RunConfig, notices: Notices | None = None) -> Prepared:
     notices(pretrained.left_out)
     model = pretrained.model
 
+    config, params = attach_adapter(config, model)
     adapter = config.adapter
-    params = adapter.attach(model, seed)
     attach_head = getattr(config.head, "attach", None)
     head_params = attach_head(model, seed) if attach_head is not None else {}
     params |= head_params
@@ -155,11 +162,20 @@ def prepare(config: RunConfig, notices: Notices | None = None) -> Prepared:
     known = getattr(source, "known", None)
     if known is not None:
         check_vocabulary(known(), model.output.vocab)
+    total = _total_steps(config, source)
+    reference = None
+    if "ref_logprobs" in engine.requires:
+        own = {name: value for name, value in params.items() if name not in head_params}
+        reference = reference_of_run(config, pretrained, adapter, own, engine, source, tokenizer, notices)
+        if train and reference.other is not None:
+            reference.score_other(source, total, config.train.batch_size, notices)
+    elif any(key[0] == "reference" for key in config.file.origins):
+        notices("no loss of this run needs a reference; [reference] changes nothing")
     for value in params.values():
         mx.eval(value)  # one after the other: a weight that is cast to train is held in both types meanwhile
     ready = Prepared(
-        config, pretrained, adapter, policy, source, engine, _total_steps(config, source), notices, signals,
-        frozenset(head_params),
+        config, pretrained, adapter, policy, source, engine, total, notices, signals, frozenset(head_params),
+        reference,
     )  # fmt: skip
     return ready if config.train.memory_limit is None else _within(ready, config.train.memory_limit)
 
@@ -178,6 +194,8 @@ def _within(ready: Prepared, limit: str) -> Prepared:
         notices(f"memory_limit: {reason}")
     notices(f"predicted peak: {readable(fitted.estimate.peak)} of {limit}")
     engine = make_engine(fitted.config, ready.pretrained.model)
+    if ready.reference is not None:
+        ready.reference.engine = engine
     return evolve(ready, config=fitted.config, engine=engine, fitted=fitted)
 
 
@@ -247,17 +265,13 @@ def train(config: RunConfig, notices: Notices | None = None) -> Outcome:
 
     from mortice.checkpoint import RunFolder
     from mortice.protocols import RunInfo
-    from mortice.reference import Reference, reference_params
     from mortice.trainer import Pace, Trainer
 
-    prepared = prepare(config, notices)
+    prepared = prepare(config, notices, train=True)
     config, notices = prepared.config, prepared.notices
     options, total = config.train, prepared.total_steps
     learning_rate = config.schedule.build(config.optimizer.learning_rate, total)
-    engine, params = prepared.engine, prepared.policy.params
-    reference = None
-    if "ref_logprobs" in engine.requires:
-        reference = Reference(engine, reference_params(config.reference.policy, prepared.adapter, engine.model, params))
+    engine = prepared.engine
     best = options.best or ("valid/loss" if prepared.source.can_validate else None)
     if options.best and not prepared.source.can_validate:
         raise ConfigError(f"train.best is {options.best!r}, but there is no validation data (data.valid)")
@@ -290,7 +304,7 @@ def train(config: RunConfig, notices: Notices | None = None) -> Outcome:
             seed=options.seed,
             signals=prepared.signals,
             hook=config.plugins.hook,
-            reference=reference,
+            reference=prepared.reference,
             trackers=config.trackers,
             controllers=config.controllers,
             head_params=prepared.head_params,

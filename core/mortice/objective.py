@@ -36,6 +36,10 @@ class WeightedLoss:
     def requires(self) -> frozenset[str]:
         return frozenset(getattr(self.loss, "requires", ()))
 
+    @property
+    def from_start(self) -> Mapping[str, str]:
+        return getattr(self.loss, "from_start", {})
+
 
 Counts = Mapping[tuple[int, str], float]
 """(index of the loss, term) → the count of the whole optimizer step."""
@@ -189,16 +193,28 @@ class Objective:
 
     def traced(self, hiddens: Sequence[mx.array]) -> tuple[mx.array, tuple[Any, Any, TokenLogprobs]]:
         """Inside one `value_and_grad`: the loss, and (terms, metrics, scores)."""
-        hidden = self._gather(hiddens)
-        output = self._output()
-        if getattr(self._head, "differentiable", False):
-            scores = self._head.score(hidden, self._targets, output, entropy=self._entropy, traced=True)
-        else:
-            scores = self._traced_scores(hidden, output)
+        scores = self._traced_scores(hiddens)
         loss, terms, metrics = self._loss(scores, getattr(scores, self._primary))
         return loss, (terms, metrics, scores)
 
-    def _traced_scores(self, hidden: mx.array, output: Output) -> TokenLogprobs:
+    def scored(self, hiddens: Sequence[mx.array], *, traced: bool, grad: bool = True) -> ObjectiveResult:
+        """What the head finds, and no loss: to the last bit what a step finds that runs it inside its trace
+        (`traced`), or outside. `grad=False`: what evaluation finds. A head may cut its work in another way where it
+        makes the unit gradient too, and then rounds in another way."""
+        if traced:
+            scores = self._traced_scores(hiddens)
+        else:
+            hidden, output = self._gather(hiddens), self._output()
+            scores = self._head.score(hidden, self._targets, output, grad=grad, entropy=self._entropy)
+        return ObjectiveResult(mx.array(0.0), evolve(scores, dhidden=None))
+
+    def _traced_scores(self, hiddens: Sequence[mx.array]) -> TokenLogprobs:
+        hidden, output = self._gather(hiddens), self._output()
+        if getattr(self._head, "differentiable", False):
+            return self._head.score(hidden, self._targets, output, entropy=self._entropy, traced=True)
+        return self._with_own_vjp(hidden, output)
+
+    def _with_own_vjp(self, hidden: mx.array, output: Output) -> TokenLogprobs:
         """The head as one custom function: its vjp is the unit gradient times the cotangent."""
         names = self._output_names(output)
         head, targets, primary = self._head, self._targets, self._primary

@@ -29,12 +29,11 @@ from mortice.model import Model
 from mortice.protocols import LiveOptimizer, Params
 from mortice.step import Engine
 
-PARTS = ("weights", "adapter", "reference", "optimizer", "gradients", "kept", "working")
+PARTS = ("weights", "adapter", "optimizer", "gradients", "kept", "working")
 """Parts of the peak, in the order in which they are shown."""
 MEANING = {
     "weights": "of the model, as they are held",
     "adapter": "trainable parameters beside the weights",
-    "reference": "the adapter as it was, for a loss that compares with it",
     "optimizer": "its state",
     "gradients": "of earlier micro-batches of the step",
     "kept": "what the layers leave behind for the backward",
@@ -173,20 +172,18 @@ def estimate(
     own = sum(p.nbytes for p in params.values())
     optimizer.init(dict(params))
     state = sum(a.nbytes for _, a in tree_flatten(optimizer.state) if isinstance(a, mx.array))
-    reference = own if "ref_logprobs" in engine.requires else 0
     held = gradients if work.micro_batches > 1 else 0
     micro = engine.arrange(work.largest).micros[0]
     return Estimate(
         parts={
             "weights": weights,
             "adapter": own,
-            "reference": reference,
             "optimizer": state,
             "gradients": held,
             "kept": min(kept, round(extra)),
             "working": max(0, round(extra) - min(kept, round(extra))),
         },
-        update=weights + own + reference + state + 2 * gradients + round(update),
+        update=weights + own + state + 2 * gradients + round(update),
         elsewhere=elsewhere,
         seconds=seconds * work.tokens / micro.tokens,
         head=0 if rough else _head_memory(engine, micro.rows),

@@ -29,6 +29,7 @@ from mortice.randomness import stable_key
 if TYPE_CHECKING:
     from mortice.plugins import Plugins
     from mortice.protocols import Adapter, ModelAdapter, Params
+    from mortice.registry import Strategy
     from mortice.tokenizer import Tokenizer
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
@@ -317,14 +318,21 @@ def open_adapter(plugins: Plugins, path: Path, model: Model) -> tuple[Adapter, P
     Raises CheckpointError for a folder that is missing or that no adapter strategy claims.
     """
     folder = path.absolute()
+    cls: Any = adapter_strategy(plugins, folder).load()
+    return cls.from_folder(folder, model)
+
+
+def adapter_strategy(plugins: Plugins, folder: Path) -> Strategy:
+    """The adapter strategy that claims a folder. Raises CheckpointError where the folder is missing, or none does."""
     if not folder.is_dir():
         raise CheckpointError(f"adapter folder not found: {folder}")
-    classes = [(s, s.load()) for s in plugins.registry.all("adapter")]
-    claims: list[Any] = [cls for _, cls in classes if hasattr(cls, "claims") and cls.claims(folder)]
-    if not claims:
-        have = ", ".join(s.name for s, _ in classes) or "none"
-        raise CheckpointError(f"{folder} is no adapter that can be read (adapter kinds: {have})")
-    return claims[0].from_folder(folder, model)
+    strategies = plugins.registry.all("adapter")
+    for strategy in strategies:
+        claims = getattr(strategy.load(), "claims", None)
+        if claims is not None and claims(folder):
+            return strategy
+    have = ", ".join(s.name for s in strategies) or "none"
+    raise CheckpointError(f"{folder} is no adapter that can be read (adapter kinds: {have})")
 
 
 def some(names: Iterable[str], most: int = 8) -> str:

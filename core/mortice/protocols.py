@@ -42,7 +42,9 @@ class Loss(Protocol):
     `pairs`, `groups` (K > 1), `ref_logprobs`, `old_logprobs`, `advantages`, `prompt_logprobs`, `entropy`, `values`.
     The counts of its terms must not depend on the scores. A loss may say them itself in
     `counts(batch) → {term: count}`; without it they are read from a call with placeholder scores.
-    `profile` (optional) maps dotted keys of the run file to the values this loss is best run with.
+    `profile` (optional) maps dotted keys of the run file to the values this loss is best run with. `from_start`
+    (optional) maps names of further validation metrics to metrics of the loss: each is by how much that one has changed
+    since the first validation of the run.
     """
 
     def __call__(self, scores: TokenLogprobs, batch: Batch, /) -> LossOutput: ...
@@ -87,6 +89,11 @@ class Backward(Protocol):
 
     `contexts` holds one context a row, each with its `row`. The strategy runs `model.embed`, `model.blocks` and
     `model.finish` under it, hands all hidden states to the objective at once and brings `d hidden` back.
+
+    `score(model, params, contexts, objective) → ObjectiveResult` (optional) is its forward alone, with scores that
+    equal those of a call to the last bit: `objective.scored(hiddens, traced=…)` ends it. The reference policy is
+    scored so, that a policy which is its own reference starts at a margin of exactly 0. Without it the whole strategy
+    runs for that, and its gradients are dropped.
     """
 
     def __call__(
@@ -129,6 +136,10 @@ class Adapter(Protocol):
 
     Two classmethods let a saved folder be opened without options: `claims(path) → bool`, whether the folder is of this
     kind, and `from_folder(path, model) → (strategy, params)`, which attaches what it holds.
+
+    `attach_saved(model, path, given) → (strategy, params)` (optional) does the same for a run that starts from the
+    folder, and raises ConfigError where an option that is named in `given` is another one there. Without it the values
+    of these options are compared.
     """
 
     def attach(self, model: Model, seed: int, /) -> Params:
@@ -224,7 +235,8 @@ class SourceContext:
 
 
 class LiveSource(Protocol):
-    """What a source does during a run. One that knows all its groups beforehand may give them in `known()`."""
+    """What a source does during a run. One that knows all its groups beforehand may give them in `known()`: every
+    group that `next` and `validate` will ever use, and `next` is then a function of the step."""
 
     provides: frozenset[str]
 

@@ -38,6 +38,11 @@ This page is written from the classes by `python -m mortice.run_file_reference`.
 """
 
 
+INIT = """
+`init` is the folder of an adapter that the run starts from, mortice's, mlx-lm's or PEFT's. Its kind, rank, scale and
+layers are then those of the folder; one that the file names, and that is another there, is an error."""
+
+
 @frozen
 class Option:
     """One key of a table, as a user reads it."""
@@ -85,7 +90,8 @@ def _strategies(plugins: Plugins, provider: str) -> Iterator[str]:
         else:
             several = f", or several as `[[{kind}]]`" if kind in LISTS else ""
             weight = ", and `weight` (1.0)" if kind == "loss" else ""
-            yield f"## `[{kind}]`\n\n`name` chooses{several}; its options stand beside it{weight}.\n"
+            init = INIT if kind == "adapter" else ""
+            yield f"## `[{kind}]`\n\n`name` chooses{several}; its options stand beside it{weight}.{init}\n"
         for strategy in found:
             yield _strategy(strategy)
 

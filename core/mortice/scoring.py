@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from mortice.batch import Completion, Gradients, Group, Limits
 from mortice.errors import ConfigError, DataError, suggest
@@ -56,7 +56,8 @@ def score(
     `layout` are names or tables as in the run file (`{"name": "orpo", "beta": 0.1}`). Each group is a mapping with
     `prompt_ids` and `completions` (lists of ids) and optionally `loss_masks`, `rewards`, `advantages`, `old_logprobs`
     and `ref_logprobs`, one entry a completion; for a loss of pairs the first completion is the chosen one.
-    `reference` is `initial` (the adapter as given, or the base where there is none), `base`, or an adapter folder.
+    `reference` is `initial` (the adapter as given, or the base where there is none), `base`, or a folder: an adapter,
+    or another model of the same tokenizer.
 
     With `gradients`, of the adapter's parameters, or of every float weight where there is no adapter.
     `micro_batch_size` groups go in one micro-batch (all by default).
@@ -71,7 +72,6 @@ def score(
     from mortice.objective import WeightedLoss, requirements
     from mortice.plugins import load_plugins
     from mortice.pretrained import load
-    from mortice.reference import Reference
     from mortice.step import Engine
 
     plugins = plugins or load_plugins()
@@ -104,7 +104,8 @@ def score(
     )
     ref_logprobs = None
     if "ref_logprobs" in requires:
-        found = Reference(engine, _reference(reference, pretrained, params)).fill(found)
+        policy = _reference(reference, engine, pretrained, params, plugins)
+        found = policy.fill(found, training=gradients and policy.engine is engine)
         ref_logprobs = [list(c.ref_logprobs or ()) for g in found for c in g.completions]
     if gradients:
         tally, grads = engine.gradients(params, found)
@@ -192,11 +193,23 @@ def _float_weights(model: Any) -> dict[str, Any]:
     }
 
 
-def _reference(policy: str, pretrained: Any, params: Mapping[str, Any]) -> dict[str, Any]:
-    from mortice.reference import reference_params
+def _reference(policy: str, engine: Any, pretrained: Any, params: Mapping[str, Any], plugins: Plugins) -> Any:
+    """The reference policy: the model itself with other values, or another model."""
+    from mortice.pretrained import load
+    from mortice.reference import Reference, is_model, reference_params
 
-    if pretrained.adapter is None:
-        if policy not in ("initial", "base"):
-            raise ConfigError(f"reference {policy!r}: a reference folder needs an adapter to compare with")
-        return dict(params)
-    return reference_params(policy, pretrained.adapter, pretrained.model, dict(params))
+    values: Any = None
+    if pretrained.adapter is not None:
+        values = reference_params(policy, pretrained.adapter, pretrained.model, dict(params))
+    elif policy in ("initial", "base"):
+        values = dict(params)
+    if values is not None:
+        return Reference(engine, values)
+    path = Path(policy)
+    if policy == "base":
+        other = load(pretrained.path, plugins=plugins)
+    elif is_model(path):
+        other = load(path, plugins=plugins)
+    else:
+        other = load(pretrained.path, plugins=plugins, adapter=path)
+    return Reference(evolve(engine, model=other.model), dict(other.params))

@@ -68,8 +68,7 @@ class Engine:
 
         Raises DataError for a token id outside the vocabulary.
         """
-        check_vocabulary(groups, self.model.output.vocab)
-        micros = self.layout(groups, self.limits, prompt_targets="prompt_logprobs" in self.requires)
+        micros = self.lay_out(groups)
         batches = [make_batch(micro, self.requires) for micro in micros]
         counts: dict[tuple[int, str], float] = {}
         for batch in batches:
@@ -122,17 +121,42 @@ class Engine:
             tally.add(micro, objective(hidden_states(self.model, self.contexts(micro)), grad=False))
         return tally
 
-    def logprobs(self, params: Params, groups: Sequence[Group]) -> list[list[tuple[float, ...]]]:
-        """Log-probability of every completion token, `[group][completion][token]`; NaN outside the loss mask."""
+    def logprobs(
+        self, params: Params, groups: Sequence[Group], *, as_trained: bool = False
+    ) -> list[list[tuple[float, ...]]]:
+        """Log-probability of every completion token, `[group][completion][token]`; NaN outside the loss mask.
+
+        To the last bit those that `evaluate` goes by, or with `as_trained` those of `gradients`.
+        """
+        found: dict[int, list[tuple[float, ...]]] = {}  # by identity, since a layout may change the order
+        for micro in self.lay_out(groups):
+            found |= zip(map(id, micro.groups), self.scores(params, micro, as_trained=as_trained))
+        return [found[id(group)] for group in groups]
+
+    def lay_out(self, groups: Sequence[Group]) -> list[MicroBatch]:
+        """The micro-batches of these groups as `gradients` and `evaluate` make them. Raises DataError for a token id
+        outside the vocabulary."""
         check_vocabulary(groups, self.model.output.vocab)
+        return self.layout(groups, self.limits, prompt_targets="prompt_logprobs" in self.requires)
+
+    def scores(
+        self, params: Params, micro: MicroBatch, *, as_trained: bool = False
+    ) -> list[list[tuple[float, ...]]]:  # fmt: skip
+        """`logprobs` of one micro-batch."""
         self.model.read()
         self.model.bind(params)
-        found: dict[int, list[tuple[float, ...]]] = {}  # by identity, since a layout may change the order
-        for micro in self.layout(groups, self.limits):
-            objective = Objective(self.model, self.head, micro, temperature=self.temperature)
-            result = objective(hidden_states(self.model, self.contexts(micro)), grad=False)
-            found |= zip(map(id, micro.groups), split_logprobs(micro, result))
-        return [found[id(group)] for group in groups]
+        objective = Objective(
+            self.model, self.head, micro, losses=self.losses, temperature=self.temperature, trainable=params
+        )
+        contexts = self.contexts(micro)
+        if not as_trained:
+            result = objective.scored(hidden_states(self.model, contexts), traced=False, grad=False)
+        elif hasattr(self.backward, "score"):
+            result = self.backward.score(self.model, params, contexts, objective)
+        else:  # the whole of it then, for nothing but its forward
+            objective = Objective(self.model, self.head, micro, temperature=self.temperature, trainable=params)
+            result, _ = self.backward(self.model, params, contexts, objective)
+        return split_logprobs(micro, result)
 
 
 @frozen(eq=False)
@@ -172,6 +196,9 @@ class Tally:
     metrics: dict[str, tuple[float, float]] = field(factory=dict)
     tokens: int = 0
     """Tokens that ran through the model."""
+    pairs: int = 0
+    identical_pairs: int = 0
+    """Pairs whose two answers are the same: there is nothing to prefer."""
     _logprobs: dict[int, list[tuple[float, ...]]] = field(factory=dict)
 
     def logprobs(self, groups: Sequence[Group]) -> list[list[tuple[float, ...]]]:
@@ -195,11 +222,17 @@ class Tally:
         for name, (total, count) in result.metrics.items():
             old = self.metrics.get(name, (0.0, 0.0))
             self.metrics[name] = (old[0] + number(total), old[1] + number(count))
+        for group in micro.groups:
+            self.pairs += len(group.pairs)
+            self.identical_pairs += sum(group.completions[c].ids == group.completions[r].ids for c, r in group.pairs)
         self._logprobs |= zip(map(id, micro.groups), split_logprobs(micro, result))
 
     def values(self) -> dict[str, float]:
-        """`loss`, each term's own mean and each metric. With several losses a term carries its loss's name."""
+        """`loss`, each term's own mean and each metric, and how many pairs there were, where a loss goes by pairs. With
+        several losses a term carries its loss's name."""
         found = {"loss": self.loss}
+        if "pairs" in requirements(self.losses):
+            found |= {"pairs": self.pairs, "identical_pairs": self.identical_pairs}
         for (i, name), total in self.totals.items():
             label = name if len(self.losses) == 1 else f"{loss_label(self.losses, i)}/{name}"
             count = self.counts[i, name]

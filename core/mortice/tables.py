@@ -132,7 +132,16 @@ class ContextOptions:
 class ReferenceOptions:
     """The reference policy, where a loss needs one."""
 
-    policy: str = option("initial", help='"initial": the adapter a run starts from; "base"; or an adapter folder')
+    policy: str = option(
+        "initial",
+        help='"initial": the adapter a run starts from; "base": adapters off; or a folder: an adapter of any shape, or '
+        "another model of the same tokenizer",
+    )
+    cache: bool | str = option(
+        True,
+        help="keep its log-probabilities on disk for other runs: true (in .mortice/reference beside the training "
+        "file), false, or a folder",
+    )
 
 
 @frozen
@@ -154,7 +163,9 @@ CORE_TABLES: dict[str, type] = {
 STRATEGY_TABLES = tuple(k for k in HOOKS if k not in ("model", "data", "task"))
 LISTS = ("loss", "tracker", "filter", "reward", "controller")
 """Kinds of which a run may take several, as `[[kind]]`."""
-PATHS = {("model", "path"), ("model", "config"), ("model", "chat_template"), ("reference", "policy")}
+PATHS = {
+    ("model", "path"), ("model", "config"), ("model", "chat_template"), ("reference", "policy"), ("reference", "cache"),
+}  # fmt: skip
 """Keys that may hold a path or something else; options of the type Path need not stand here."""
 OPTIONAL = ("filter", "rollout", "reward", "controller")
 """Kinds that a run may do without."""

@@ -175,6 +175,15 @@ class Tokenizer:
     def has_template(self) -> bool:
         return self.template is not None
 
+    def differences(self, other: Tokenizer) -> str:
+        """How many tokens have another id in another tokenizer, with one of them; empty where all ids mean the same."""
+        own, theirs = (t.backend.get_vocab(with_added_tokens=True) for t in (self, other))
+        differing = [token for token in {**own, **theirs} if own.get(token) != theirs.get(token)]
+        if not differing:
+            return ""
+        here, there = (ids.get(differing[0], "unknown") for ids in (own, theirs))
+        return f"{len(differing)} tokens differ: {differing[0]!r} is {here} here and {there} there"
+
     def encode(self, text: str, *, add_special: bool = False) -> list[int]:
         """Token ids of raw text; with `add_special`, one BOS in front where the tokenizer adds one.
 

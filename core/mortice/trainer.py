@@ -38,7 +38,7 @@ from mortice.protocols import (
     RunInfo,
     Tracker,
 )
-from mortice.reference import Reference
+from mortice.reference import Reference, coming
 from mortice.step import Engine, clip
 
 
@@ -151,6 +151,8 @@ class Trainer:
     controller_state: dict[str, Mapping[str, Any]] = field(factory=dict)
     overrides: dict[str, Any] = field(factory=dict)
     """Options that controllers have changed so far."""
+    start: dict[str, float] = field(factory=dict)
+    """The first validation."""
     _live: list[LiveTracker] = field(factory=list)
     _best: float | None = None
     _saved_step: int | None = None
@@ -175,7 +177,11 @@ class Trainer:
             self.hook.on_run_start(run=info)
             try:
                 try:
+                    if self.reference is not None:
+                        self._score_ahead(self.reference)
                     before = self._validate()
+                    if self.reference is not None:
+                        self.reference.settle()
                     self._watched()  # a metric that validation lacks is found before the first step
                     for groups, turn in self._turns():
                         self.turn = turn
@@ -216,7 +222,7 @@ class Trainer:
     def _train_step(self, groups: Sequence[Group]) -> Mapping[str, float]:
         start = time.perf_counter()
         mx.reset_peak_memory()
-        groups = self._with_reference(groups)
+        groups = self._with_reference(groups, training=True)
         randomness = Randomness(self.seed, self.step, self.turn)
         tally, gradients = self.engine.gradients(self.params, groups, randomness, self.signals.poll)
         rate = self.learning_rate(self.step)
@@ -286,22 +292,39 @@ class Trainer:
             return self._valid
         start = time.perf_counter()
         found = self.source.validate(self._evaluate)
-        self._valid, self._valid_step = dict(found), self.step
+        self._valid, self._valid_step = {**found, **self._since_start(found)}, self.step
         self._log(
-            {f"valid/{name}": value for name, value in found.items()} | {"valid/seconds": time.perf_counter() - start}
+            {f"valid/{name}": value for name, value in self._valid.items()}
+            | {"valid/seconds": time.perf_counter() - start}
         )
         self._control()
         return self._valid
 
+    def _since_start(self, found: Mapping[str, float]) -> dict[str, float]:
+        """By how much metrics that a loss names have changed since the first validation, which is remembered."""
+        if not self.start:
+            self.start = dict(found)
+        named = {name: source for loss in self.engine.losses for name, source in loss.from_start.items()}
+        both = found.keys() & self.start.keys()
+        return {name: found[s] - self.start[s] for name, s in named.items() if s in both and name not in found}
+
     def _evaluate(self, groups: Sequence[Group]) -> dict[str, float]:
-        groups = self._with_reference(groups)
+        groups = self._with_reference(groups, training=False)
         return self.engine.evaluate(self.params, groups, self.signals.poll).values()
 
-    def _with_reference(self, groups: Sequence[Group]) -> Sequence[Group]:
-        """Groups with the reference's log-probabilities, where a loss needs them. The policy is bound again."""
+    def _score_ahead(self, reference: Reference) -> None:
+        """The groups of training under the reference; those held out follow when they are first evaluated."""
+        steps = coming(self.source, self.step, self.pace.total) if reference.known else ()
+        reference.ahead(steps, exact=self.step == 0, poll=self.signals.poll, tell=self.say)
+
+    def _with_reference(self, groups: Sequence[Group], *, training: bool) -> Sequence[Group]:
+        """Groups with the reference's log-probabilities, where a loss needs them. The policy is bound again.
+
+        At step 0 the policy may be its own reference, and equal to the last bit; later only rounding is at stake.
+        """
         if self.reference is None:
             return groups
-        filled = self.reference.fill(groups)
+        filled = self.reference.fill(groups, training=training, exact=self.step == 0)
         self.engine.model.bind(self.params)
         return filled
 
@@ -354,6 +377,7 @@ class Trainer:
                 "source": self.source.state(),
                 "controllers": dict(self.controller_state),
                 "overrides": dict(self.overrides),
+                "start": self.start,
             },
         )
         path = self.folder.save(checkpoint, self._write_weights, self._watched())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -228,7 +228,7 @@ class LoRA:
 
     def load(self, model: Model, path: Path, params: Params, /) -> Params:
         saved = read_saved(path, model)
-        values = saved.checked(params)
+        values = saved.checked({name: value.shape for name, value in params.items()})
         here = scales_of(model)
         wrong = [f"{n} {s:g} (here {here[n]:g})" for n, s in saved.scales.items() if not math.isclose(s, here[n])]
         if wrong:
@@ -250,11 +250,43 @@ class LoRA:
         Raises CheckpointError for an unknown feature or tensors that do not fit.
         """
         saved = read_saved(path, model)
+        return cls._attached(model, saved, saved.plan(model))
+
+    def attach_saved(self, model: Model, path: Path, given: frozenset[str]) -> tuple[LoRA, Params]:
+        """The same for a run that starts from the folder. Raises ConfigError where an option that is `given` is another
+        one there."""
+        saved = read_saved(path, model)
         plan = saved.plan(model)
-        params = saved.checked(wrap(model, plan))
+        rank, scale = max(plan.values())
+        wrong = []
+        if "rank" in given and self.rank != rank:
+            wrong.append(f"adapter.rank is {rank} there, the run has {self.rank}")
+        own = self.alpha / rank if self.alpha is not None else self.factor
+        if given & {"scale", "alpha"} and not math.isclose(own, scale):
+            wrong.append(f"its scale (alpha / rank) is {scale:g}, the run has {own:g}")
+        if given & {"targets", "layers"}:
+            chosen = set(self._chosen(model))
+            wrong += [f"it lacks {some(sorted(chosen - set(plan)))}"] if chosen - set(plan) else []
+            wrong += [f"it also adapts {some(sorted(set(plan) - chosen))}"] if set(plan) - chosen else []
+        if wrong:
+            raise ConfigError(
+                f"adapter.init: {path} is another adapter: {'; '.join(wrong)}. Leave these options out to take the "
+                "folder's"
+            )
+        strategy, params = self._attached(model, saved, plan)
+        kept = {"alpha": self.alpha, "scale": None} if "alpha" in given else {}
+        kept |= {name: getattr(self, name) for name in given & {"targets", "layers"}}
+        kept |= {"targets": self.targets} if "layers" in given else {}
+        return evolve(strategy, **kept), params
+
+    @classmethod
+    def _attached(cls, model: Model, saved: Saved, plan: Mapping[str, tuple[int, float]]) -> tuple[LoRA, Params]:
+        targets = patterns(model, plan)
+        params = saved.checked(places(model, plan))
+        wrap(model, plan)
         model.bind(params)
         rank, scale = max(plan.values())
-        return cls(rank=rank, scale=scale, targets=tuple(plan)), params
+        return cls(rank=rank, scale=scale, targets=targets), params
 
 
 def linear_layers(model: Model) -> dict[str, int]:
@@ -278,6 +310,33 @@ def _layers_of(model: Model, kinds: tuple[type, ...]) -> dict[str, int]:
         for path, layer in layers.items()
         if name.startswith(f"{path}.")
     }
+
+
+def patterns(model: Model, chosen: Iterable[str]) -> tuple[str, ...] | None:
+    """`targets` that choose these layers, as short as can be: nothing for all, names for the same in every layer of the
+    model, else full names. To be called before they are wrapped."""
+    wanted, linear = set(chosen), linear_layers(model)
+    if wanted == set(linear):
+        return None
+    kinds = {block_name(name) for name in wanted}
+    every = {name for name in [*linear, *expert_layers(model)] if block_name(name) in kinds}
+    return tuple(sorted(kinds if wanted == every else wanted))
+
+
+def places(model: Model, plan: Mapping[str, tuple[int, float]]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters that `wrap` would make, by full name."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, module, _ in model.named_modules():
+        if name not in plan:
+            continue
+        rank, _ = plan[name]
+        if isinstance(module, (Stacked, QuantizedStacked)):
+            count, outputs, inputs = module.shape
+            found |= {f"{name}.lora_a": (count, rank, inputs), f"{name}.lora_b": (count, outputs, rank)}
+        else:
+            outputs, inputs = shape_of(module)
+            found |= {f"{name}.lora_a": (inputs, rank), f"{name}.lora_b": (rank, outputs)}
+    return {f"{name}.{part}": found[f"{name}.{part}"] for name in plan for part in ("lora_a", "lora_b")}
 
 
 def block_name(name: str) -> str:
@@ -359,18 +418,18 @@ class Saved:
             raise CheckpointError(f"{self.path} lacks the first factor of {some(lone)}")
         return {name: (self.tensors[f"{name}.lora_a"].shape[1], scale) for name, scale in self.scales.items()}
 
-    def checked(self, params: Params) -> Params:
-        """The tensors in the places of `params`. Raises CheckpointError that lists every mismatch."""
-        wrong = [f"{name} is missing" for name in params if name not in self.tensors]
-        wrong += [f"{name} has no place" for name in self.tensors if name not in params]
+    def checked(self, shapes: Mapping[str, tuple[int, ...]]) -> Params:
+        """The tensors for places of these shapes. Raises CheckpointError that lists every mismatch."""
+        wrong = [f"{name} is missing" for name in shapes if name not in self.tensors]
+        wrong += [f"{name} has no place" for name in self.tensors if name not in shapes]
         wrong += [
-            f"{name} is {list(t.shape)}, the model needs {list(params[name].shape)}"
+            f"{name} is {list(t.shape)}, the model needs {list(shapes[name])}"
             for name, t in self.tensors.items()
-            if name in params and t.shape != params[name].shape
+            if name in shapes and t.shape != shapes[name]
         ]
         if wrong:
             raise CheckpointError(f"{self.path} does not fit the model: {some(wrong)}")
-        return {name: self.tensors[name].astype(mx.float32) for name in params}
+        return {name: self.tensors[name].astype(mx.float32) for name in shapes}
 
 
 def read_saved(path: Path, model: Model) -> Saved:

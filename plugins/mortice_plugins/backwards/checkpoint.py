@@ -19,6 +19,7 @@ from mortice.model import Carry, Model
 from mortice.objective import Objective, ObjectiveResult
 from mortice.options import ge, option
 from mortice.protocols import Params
+from mortice_plugins.backwards.full import plain_forward
 
 
 @frozen
@@ -54,6 +55,11 @@ class Checkpoint:
             model.bind(params)
         mx.eval(value, terms, metrics, scores.logprobs, gradients)
         return ObjectiveResult(value, scores, terms, metrics), gradients
+
+    def score(
+        self, model: Model, params: Params, contexts: Sequence[SpanContext], objective: Objective, /
+    ) -> ObjectiveResult:
+        return plain_forward(model, params, contexts, objective)
 
 
 def _recomputed(model: Model, ctx: SpanContext, start: int, stop: int, params: Params, carry: Carry) -> Carry:

@@ -34,3 +34,18 @@ class Full:
             model.bind(params)
         mx.eval(value, terms, metrics, scores.logprobs, gradients)
         return ObjectiveResult(value, scores, terms, metrics), gradients
+
+    def score(
+        self, model: Model, params: Params, contexts: Sequence[SpanContext], objective: Objective, /
+    ) -> ObjectiveResult:
+        return plain_forward(model, params, contexts, objective)
+
+
+def plain_forward(
+    model: Model, params: Params, contexts: Sequence[SpanContext], objective: Objective
+) -> ObjectiveResult:
+    """The forward of one trace, outside of it: the same operations, and so the same numbers to the last bit."""
+    model.bind(params)
+    result = objective.scored([model.hidden(ctx, ctx.tokens) for ctx in contexts], traced=True)
+    mx.eval(result.scores.logprobs)
+    return result

@@ -113,23 +113,20 @@ class Segmented:
     ) -> tuple[ObjectiveResult, Gradients]:
         model.bind(params)
         bounds = self.segments(len(model.blocks))
+        contexts = self._prepared(contexts)
         before, after = model.parts_around()
         embedding, final = model.names_of(before, params), model.names_of(after, params)
         # Nothing before the first segment that trains needs a gradient.
         trains = [start for start, stop in bounds if model.names_of(model.blocks[start:stop], params)]
         first = 0 if embedding else min(trains, default=len(model.blocks))
-        keep = self._kept
-        if self.compile:
-            contexts = [padded(ctx) if plain(ctx) else ctx for ctx in contexts]
 
         gradients: Gradients = {}
         rows: list[tuple[list[_Segment], Carry]] = []
         for ctx in contexts:
             carry = model.begin(ctx, ctx.tokens)
             segments: list[_Segment] = []
-            kind = _CompiledSegment if self.compile and plain(ctx) else _EagerSegment if self._eager else _Segment
             for start, stop in bounds:
-                segment = kind(model, params, gradients, ctx, start, stop, keep)
+                segment = self._segment(model, params, gradients, ctx, start, stop)
                 carry = segment.forward(carry, held=start >= first)
                 if start >= first:
                     segments.append(segment)
@@ -155,6 +152,28 @@ class Segmented:
                 pull(partial(_embed, model, ctx), embedding, {}, seed)
         zeros = {name: mx.zeros(value.shape) for name, value in params.items() if name not in gradients}
         return result, gradients | zeros
+
+    def score(
+        self, model: Model, params: Params, contexts: Sequence[SpanContext], objective: Objective, /
+    ) -> ObjectiveResult:
+        model.bind(params)
+        hiddens = []
+        for ctx in self._prepared(contexts):
+            carry = model.begin(ctx, ctx.tokens)
+            for start, stop in self.segments(len(model.blocks)):
+                carry = self._segment(model, params, {}, ctx, start, stop).forward(carry, held=False)
+            hiddens.append(model.finish(carry))
+            mx.eval(hiddens[-1])
+        return objective.scored(hiddens, traced=False)
+
+    def _prepared(self, contexts: Sequence[SpanContext]) -> Sequence[SpanContext]:
+        return [padded(ctx) if plain(ctx) else ctx for ctx in contexts] if self.compile else contexts
+
+    def _segment(
+        self, model: Model, params: Params, gradients: Gradients, ctx: SpanContext, start: int, stop: int
+    ) -> _Segment:  # fmt: skip
+        kind = _CompiledSegment if self.compile and plain(ctx) else _EagerSegment if self._eager else _Segment
+        return kind(model, params, gradients, ctx, start, stop, self._kept)
 
 
 @define(eq=False)

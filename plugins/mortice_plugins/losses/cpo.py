@@ -15,6 +15,7 @@ from attrs import evolve, frozen
 from mortice.batch import Batch, LossOutput, TokenLogprobs
 from mortice.options import ge, gt, in_, option
 from mortice_plugins.losses.pairs import (
+    FROM_START,
     PROFILE,
     chosen_nll,
     preference,
@@ -41,6 +42,7 @@ class CPO:
 
     requires: ClassVar = frozenset({"pairs"})
     profile: ClassVar = PROFILE
+    from_start: ClassVar = FROM_START
 
     variant: str = option(
         "sigmoid", help="function of the margin: sigmoid, or hinge", validator=in_(("sigmoid", "hinge"))

@@ -15,9 +15,11 @@ from attrs import frozen
 from mortice.batch import Batch, LossOutput, TokenLogprobs
 from mortice.options import ge, in_, option
 from mortice_plugins.losses.pairs import (
+    FROM_START,
     PROFILE,
     chosen_nll,
     mean_over_pairs,
+    pair_metrics,
     refuse_smoothed_hinge,
     sides,
     smoothed,
@@ -44,6 +46,7 @@ class ORPO:
     """
 
     profile: ClassVar = PROFILE
+    from_start: ClassVar = FROM_START
 
     beta: float = option(0.1, help="weight of the odds-ratio term (λ in the paper)", validator=ge(0.0))
     sft_scope: str = option(
@@ -86,17 +89,10 @@ class ORPO:
         odds = mx.maximum(0.0, 1.0 - log_odds) if hinge else smoothed(log_odds, self.label_smoothing)
         full = self.sft_scope == "full"
         nll = chosen_nll(scores, batch, prompts=True) if full else mean_over_pairs(-chosen, batch)
-        metrics = {
-            "lw": chosen,
-            "lr": rejected,
-            "log_odds": log_odds,
-            "margin": chosen - rejected,
-            "accuracy": chosen > rejected,
-        }
         return LossOutput(
             {"nll": nll, "odds": mean_over_pairs(odds, batch)},
             weights={"odds": self.beta},
-            metrics={name: mean_over_pairs(value, batch) for name, value in metrics.items()},
+            metrics=pair_metrics((chosen, rejected), scores, batch) | {"log_odds": mean_over_pairs(log_odds, batch)},
         )
 
 

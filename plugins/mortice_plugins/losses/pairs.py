@@ -15,6 +15,9 @@ from mortice.options import and_, ge, le, option
 Sides = tuple[mx.array, mx.array]
 """Of chosen and rejected, `[N]` each."""
 
+FARTHEST = 30.0
+"""Where e^x of a metric stops growing, so that one token does not make it infinite."""
+
 PROFILE = {
     "optimizer.learning_rate": 1e-5,
     "schedule.name": "cosine",
@@ -72,19 +75,47 @@ def chosen_nll(scores: TokenLogprobs, batch: Batch, *, prompts: bool = False) ->
 
 
 def preference(loss: mx.array, rewards: Sides, scores: TokenLogprobs, batch: Batch) -> LossOutput:
-    """The mean over pairs of `loss [N]`, with metrics: both rewards, their margin, how often it is right, and the mean
-    log-probabilities a token of chosen (`lw`) and rejected (`lr`)."""
+    """The mean over pairs of `loss [N]`, with the metrics of `pair_metrics`."""
+    return LossOutput({"preference": mean_over_pairs(loss, batch)}, metrics=pair_metrics(rewards, scores, batch))
+
+
+FROM_START = {"displacement": "lw"}
+"""`from_start` of a loss without a reference: there the chosen answers are compared with how they stood at first."""
+
+
+def pair_metrics(rewards: Sides, scores: TokenLogprobs, batch: Batch) -> dict[str, tuple[mx.array, mx.array]]:
+    """What is shown of every loss of pairs, as (total, count) over pairs.
+
+    Both rewards, their margin and how often it is above 0; the log-probabilities of both answers, summed and a token
+    (`lw`, `lr`). With reference log-probabilities: `displacement`, by how much `lw` is above the reference's, and two
+    estimates of the KL divergence from it a token, on the tokens of both answers (Schulman, "Approximating KL
+    Divergence", 2020): k1 = log π/π_ref and k3 = π_ref/π − 1 − log π_ref/π. These answers were not sampled from the
+    policy, so k1 may be below 0; k3 is not.
+    """
     chosen, rejected = rewards
-    lw, lr = sides(batch.mean(scores.logprobs), batch)
-    metrics = {
+    summed, mean = sides(batch.sum(scores.logprobs), batch), sides(batch.mean(scores.logprobs), batch)
+    over_pairs = {
         "reward_chosen": chosen,
         "reward_rejected": rejected,
         "margin": chosen - rejected,
         "accuracy": chosen > rejected,
-        "lw": lw,
-        "lr": lr,
+        "logprobs_chosen": summed[0],
+        "logprobs_rejected": summed[1],
+        "lw": mean[0],
+        "lr": mean[1],
     }
-    return LossOutput(
-        {"preference": mean_over_pairs(loss, batch)},
-        metrics={name: mean_over_pairs(value, batch) for name, value in metrics.items()},
-    )
+    over_tokens = {}
+    if batch.ref_logprobs is not None:
+        ratios = log_ratios(scores, batch)  # [M]
+        over_pairs["displacement"] = batch.mean(ratios)[batch.pairs[:, 0]]
+        over_tokens = {"kl_k1": ratios, "kl_k3": mx.expm1(mx.minimum(-ratios, FARTHEST)) + ratios}
+    metrics = {name: mean_over_pairs(value, batch) for name, value in over_pairs.items()}
+    for name, value in over_tokens.items():
+        metrics[name] = _of_both(batch.sum(value), batch), _of_both(batch.lengths, batch)
+    return metrics
+
+
+def _of_both(x: mx.array, batch: Batch) -> mx.array:
+    """`x [C]` of chosen and rejected of all pairs together."""
+    chosen, rejected = sides(x, batch)
+    return mean_over_pairs(chosen + rejected, batch)[0]

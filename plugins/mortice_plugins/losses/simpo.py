@@ -12,7 +12,15 @@ from attrs import evolve, frozen
 
 from mortice.batch import Batch, LossOutput, TokenLogprobs
 from mortice.options import ge, gt, option
-from mortice_plugins.losses.pairs import PROFILE, chosen_nll, preference, sides, smoothed, smoothing_option
+from mortice_plugins.losses.pairs import (
+    FROM_START,
+    PROFILE,
+    chosen_nll,
+    preference,
+    sides,
+    smoothed,
+    smoothing_option,
+)
 
 
 @frozen
@@ -30,6 +38,7 @@ class SimPO:
 
     requires: ClassVar = frozenset({"pairs"})
     profile: ClassVar = PROFILE
+    from_start: ClassVar = FROM_START
 
     beta: float = option(2.0, help="scale of the margin", validator=gt(0.0))
     gamma: float = option(0.5, help="target of the scaled margin", validator=ge(0.0))
