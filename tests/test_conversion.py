@@ -9,7 +9,7 @@ import pytest
 from test_gemma4 import EXPERTS, transformers_experts
 from test_qwen3_5 import in_transformers_form
 from test_qwen3_5 import tiny as tiny_qwen
-from tiny_llama import PLUGINS, checkpoint, distance, logits, write
+from tiny_llama import PLUGINS, checkpoint, distance, logits, tiny, write
 from tiny_run import write_tokenizer
 
 from mortice.batch import Completion, Group
@@ -250,6 +250,19 @@ def test_shards_and_their_index(tmp_path):
     assert distance(logits(opened(tmp_path / "m")), logits(opened(whole.path))) == 0
 
 
+def test_progress_ends(tmp_path):
+    source = checkpoint(tmp_path / "source")
+    seen = []
+    for target, options in {"4": {"packing": Packing.of(4, 32)}, "back": {"dequantize": True}}.items():
+        seen.clear()
+        source = convert_checkpoint(
+            source, tmp_path / target, **options, plugins=PLUGINS, progress=lambda *now: seen.append(now)
+        ).path
+        assert [done for done, _, _ in seen] == list(range(21))
+        assert {whole for _, whole, _ in seen} == {21}
+        assert {name for _, _, name in seen} == set(tiny().model.named_parameters())
+
+
 def test_what_lies_beside_the_weights_comes_along(tmp_path):
     source = checkpoint(tmp_path / "source")
     write_tokenizer(source)
@@ -363,6 +376,9 @@ def test_the_command(tmp_path, capsys):
     assert f"{tmp_path / 'm'}: " in out
     assert "13 packed matrices" in out
     assert "not packed, since no group divides their rows: model.layers.0.mlp.down_proj" in out
+    assert run(source, tmp_path / "few", "--bits", "4", "--group-size", "128") == 0
+    kinds = "embed_tokens (1), q_proj (2), k_proj (2), v_proj (2), o_proj (2), gate_proj (2)"
+    assert f"not packed, since no group divides their rows: {kinds}" in capsys.readouterr().out
     assert run(tmp_path / "m", tmp_path / "f", "--dequantize", "--dtype", "float16", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["quantized"], found["path"]) == (0, str(tmp_path / "f"))

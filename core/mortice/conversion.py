@@ -139,13 +139,12 @@ def convert_checkpoint(
         raise CheckpointError(f"{folder} is the source")
     model = found.model
     plan = _plan(model, packing, dequantize)
-    names = list(model.named_parameters())
+    names = _leading(model, plan)
     with atomic.writing_folder(folder) as part:
-        writer, done = Shards(part, shard), 0
-        for name, tensors in _tensors(model, plan, None if dtype is None else DTYPES[dtype]):
+        writer = Shards(part, shard)
+        for done, (name, tensors) in enumerate(_tensors(model, plan, None if dtype is None else DTYPES[dtype])):
             progress(done, len(names), name)
             writer.add({model.mlx_lm_name(n): value for n, value in tensors.items()})
-            done += len(tensors)
         writer.finish()
         table = {model.mlx_lm_name(n): q for n, q in plan.after.items()}
         _write(part / "config.json", _config(model.mlx_lm_config, table, dtype))
@@ -195,19 +194,22 @@ def _plan(model: Model, packing: Packing | None, dequantize: bool) -> _Plan:
     return _Plan(before, after, left)
 
 
+def _leading(model: Model, plan: _Plan) -> list[str]:
+    """Parameters but the scales and offsets of packed ones, which go with these."""
+    parts = [name.rpartition(".") for name in model.named_parameters()]
+    return [f"{stem}.{last}" for stem, _, last in parts if stem not in plan.before or last not in ("scales", "biases")]
+
+
 def _tensors(model: Model, plan: _Plan, dtype: mx.Dtype | None) -> Iterator[tuple[str, dict[str, mx.array]]]:
     """(name, tensors to write) for each module's parameters, none held on to."""
-    places = {name: array.shape for name, array in model.named_parameters().items()}
-    arrays = dict(model.named_parameters())
-    model.bind({name: mx.zeros((1,)) for name in places})  # else the model would keep what was read
+    names, arrays = _leading(model, plan), dict(model.named_parameters())
+    model.bind({name: mx.zeros((1,)) for name in arrays})  # else the model would keep what was read
 
     def cast(x: mx.array) -> mx.array:
         return x.astype(dtype) if dtype is not None and x.dtype in FLOATS else x
 
-    for name in places:
+    for name in names:
         stem, _, last = name.rpartition(".")
-        if stem in plan.before and last in ("scales", "biases"):
-            continue
         value = arrays.pop(name)
         before, after = (table.get(stem) if last == "weight" else None for table in (plan.before, plan.after))
         if before is None and after is None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -10,6 +12,9 @@ from cyclopts import Parameter
 
 if TYPE_CHECKING:
     from mortice.conversion import Converted, Packing
+
+FEW = 8
+"""Matrices that are named one by one."""
 
 
 def convert(
@@ -74,9 +79,17 @@ def convert(
     size = f"{made.bits_per_weight:.2f} bits a weight, {readable(made.bytes)}"
     console.print(f"{made.path}: {made.tensors} tensors, {kind}, {size}", soft_wrap=True)
     if made.left:
-        console.print(f"not packed, since no group divides their rows: {', '.join(made.left)}", soft_wrap=True)
+        console.print(f"not packed, since no group divides their rows: {_counted(made.left)}", soft_wrap=True)
     if made.left_out:
         console.print(made.left_out, soft_wrap=True)
+
+
+def _counted(names: Sequence[str]) -> str:
+    """A few names, or how many there are of each kind."""
+    if len(names) <= FEW:
+        return ", ".join(names)
+    kinds = Counter(name.rpartition(".")[2] for name in names)
+    return ", ".join(f"{kind} ({count})" for kind, count in kinds.items())
 
 
 def _convert(
