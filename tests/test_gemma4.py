@@ -541,8 +541,9 @@ def test_adapters_go_to_mlx_lm_and_back(tmp_path, multimodal, strategy):
     assert distance(logits(again.model), logits(model)) < 1e-6
 
 
-def test_packed_weights_under_mlx_lm_names(tmp_path):
-    """4 bits but for one matrix, which its own entry in the config keeps as it is."""
+@pytest.mark.parametrize("spelling", ["language_model.model.", "model.language_model."])
+def test_packed_weights_under_mlx_lm_names(tmp_path, spelling):
+    """4 bits but for one matrix, which its own entry in the config, named in either way, keeps as it is."""
     kept = "language_model.model.layers.1.mlp.up_proj"
     plain, packed = {}, {}
     for name, value in renamed(tiny(SHARING).named_parameters(), "language_model.model.").items():
@@ -554,12 +555,13 @@ def test_packed_weights_under_mlx_lm_names(tmp_path):
         packed |= {f"{stem}.{part}": array for part, array in zip(("weight", "scales", "biases"), parts)}
         plain[name] = mx.dequantize(*parts, group_size=32, bits=4)
     config = {"model_type": "gemma4", "text_config": SHARING}
-    table = {"quantization": {"group_size": 32, "bits": 4, kept: False}}
+    entry = kept.replace("language_model.model.", spelling)
+    table = {"quantization": {"group_size": 32, "bits": 4, entry: False}}
     found = load(write(tmp_path / "packed", packed, config | table), plugins=PLUGINS)
     want = load(write(tmp_path / "plain", plain, config), plugins=PLUGINS)
     assert found.ignored == ()
     assert distance(logits(found.model), logits(want.model)) < 1e-4
-    wrong = {"quantization": {kept.replace("up", "down"): {"bits": 8, "group_size": 32}}}
+    wrong = {"quantization": {entry.replace("up", "down"): {"bits": 8, "group_size": 32}}}
     with pytest.raises(CheckpointError, match=r"down_proj is stored with bits 4, config\.json says 8"):
         load(write(tmp_path / "packed", packed, config | wrong), plugins=PLUGINS)
 
