@@ -146,10 +146,12 @@ class Search:
     def fit(self, limit: int) -> Fitted:
         """The run, changed as little as it takes. Raises ConfigError that says what comes nearest."""
         most = room = min(limit, machine_memory()) * (1 - SPARE)
+        # A run as it is may come nearer: one that was fitted before is measured a little larger another time.
+        near = edge = min(limit, machine_memory()) * (1 - SPARE / 4)
         here = self.look({})
         reasons: list[str] = []
         while True:
-            while here.peak > room:
+            while here.peak > (room if here.changes else max(room, near)):
                 best = self._leaner(here, room) if here.fixed <= room else None
                 if best is None:
                     raise ConfigError(self._refusal(here, limit))
@@ -159,9 +161,9 @@ class Search:
                 reasons.append(f"room for {_reason(here, better)}")
                 here = better
             found = self._exactly(here.config)
-            if found.peak <= most:
+            if found.peak <= (most if here.changes else edge):
                 return Fitted(here.config, found, here.changes, tuple(reasons), limit)
-            room *= 0.98 * most / found.peak  # the rough look was too low by so much
+            room, near = room * 0.98 * most / found.peak, 0.0  # the rough look was too low by so much
 
     def _exactly(self, config: RunConfig) -> Estimate:
         """A careful estimate of what a rough one has chosen."""

@@ -178,7 +178,7 @@ class Tokenizer:
     def differences(self, other: Tokenizer) -> str:
         """How many tokens have another id in another tokenizer, with one of them; empty where all ids mean the same."""
         own, theirs = (t.backend.get_vocab(with_added_tokens=True) for t in (self, other))
-        differing = [token for token in {**own, **theirs} if own.get(token) != theirs.get(token)]
+        differing = sorted(token for token in {**own, **theirs} if own.get(token) != theirs.get(token))
         if not differing:
             return ""
         here, there = (ids.get(differing[0], "unknown") for ids in (own, theirs))
