@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,3 +34,17 @@ def in_step() -> Iterator[None]:
     before = mx.set_memory_limit(0)
     yield
     mx.set_memory_limit(before)
+
+
+ALONE = "MORTICE_TEST_ALONE"
+
+
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test marked `alone` runs in a process of its own: what others left in memory would be measured with it."""
+    if pyfuncitem.get_closest_marker("alone") is None or os.environ.get(ALONE):
+        return None
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", pyfuncitem.nodeid]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, ALONE: "1"}, capture_output=True, text=True)
+    if done.returncode:
+        pytest.fail(done.stdout + done.stderr, pytrace=False)
+    return True

@@ -255,6 +255,7 @@ attention_chunk = 64
 """
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("beside", [0, 5 * MB], ids=["alone", "beside another model"])
 def test_a_limit_that_is_kept_and_changes_no_result(tmp_path, beside, monkeypatch):
     monkeypatch.setattr(budget, "FASTER", 1.0)  # nothing is taken for its speed, which is the machine's
@@ -276,6 +277,7 @@ def test_a_limit_that_is_kept_and_changes_no_result(tmp_path, beside, monkeypatc
     assert same(adapter(again.path / "adapter"), adapter(fitted.path / "adapter"))
 
 
+@pytest.mark.alone
 def test_a_roomy_limit_keeps_named_options(tmp_path):
     file = tiny_run(tmp_path, RUN_FILE + '[backward]\nname = "checkpoint"\nsegment_size = 1\n')
     ready = prepare(configure(file, 'train.memory_limit="1GB"', "train.micro_batch_size=1"), Notices())
@@ -290,6 +292,7 @@ def proposals(text: str) -> list[str]:
     return [line.replace(" = ", "=", 1) for line in found]
 
 
+@pytest.mark.alone
 def test_every_change_that_a_refusal_proposes_is_enough(tmp_path):
     file = long_run(tmp_path, LONG + NAMED)
     gc.collect()

@@ -285,6 +285,7 @@ def test_bits_a_weight(tmp_path):
     assert 8 * stored / load(tmp_path / "m", plugins=PLUGINS).size == pytest.approx(made.bits_per_weight, rel=0.1)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("before", "options"),
     [
@@ -306,6 +307,7 @@ def test_memory_is_that_of_a_shard_and_a_tensor(tmp_path, in_step, before, optio
     assert mx.get_peak_memory() - held < 0.15 * size
 
 
+@pytest.mark.alone
 def test_memory_of_a_large_matrix(tmp_path, in_step):
     """The table is 8 MB of 8.2; packing it whole as bytes takes 170 MB."""
     source = checkpoint(tmp_path / "m", vocab_size=2**15, num_hidden_layers=1, tie_word_embeddings=True)

@@ -114,6 +114,7 @@ def test_mlx_lm_loads_the_folder(tmp_path):
     assert distance(theirs(mx.array([IDS]))[0].astype(mx.float32), ours) < 0.02  # theirs computes in float16
 
 
+@pytest.mark.alone
 def test_shards_of_a_file_and_their_memory(tmp_path, in_step):
     """That of the file, which MLX reads whole, and of a shard; floats are four times as large."""
     file, _ = write(tmp_path / "m.gguf", lambda _: "Q8_0", METADATA | {"llama.block_count": 24}, num_hidden_layers=24)
