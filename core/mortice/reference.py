@@ -169,21 +169,22 @@ class Reference:
         self._announce(len(lacking), len(groups), tell)
         if not lacking:
             return
-        engine = self.engine
         try:
-            pretrained = self.other.load()
-            engine = evolve(engine, model=pretrained.model)
-            for start in range(0, len(lacking), batch_size):
-                chunk = lacking[start : start + batch_size]
-                for micro in engine.lay_out(chunk):
-                    self._keep(micro, engine.scores(pretrained.params, micro), ELSEWHERE)
-                _progress(self._scored, len(chunk), len(lacking), tell)
+            self._score_with(self.other.load(), lacking, batch_size, tell)
         finally:
-            del engine
-            pretrained = None  # type: ignore[assignment]
             gc.collect()
             mx.clear_cache()
             self.cache.save()
+
+    def _score_with(
+        self, pretrained: Pretrained, groups: Sequence[Group], batch_size: int, tell: Callable[[str], None]
+    ) -> None:
+        engine = evolve(self.engine, model=pretrained.model)
+        for start in range(0, len(groups), batch_size):
+            chunk = groups[start : start + batch_size]
+            for micro in engine.lay_out(chunk):
+                self._keep(micro, engine.scores(pretrained.params, micro), ELSEWHERE)
+            _progress(self._scored, len(chunk), len(groups), tell)
 
     def _of_micro(self, micro: MicroBatch, *, training: bool, exact: bool) -> list[np.ndarray]:
         way = ELSEWHERE if self.other is not None else TRAINED if training else EVALUATED
@@ -202,15 +203,13 @@ class Reference:
                 "in known() may not bring others later"
             )
         scores = self.engine.scores(self.params, micro, as_trained=training)
-        self._scored += len(micro.groups)
         return self._keep(micro, scores, way) if self.known else [flat(own) for own in scores]
 
     def _keep(self, micro: MicroBatch, scores: Sequence[Sequence[Sequence[float]]], way: bytes) -> list[np.ndarray]:
         flattened = [flat(own) for own in scores]
         for (key, beside), own in zip(_keys(micro), flattened):
             self.cache.put(way, key, beside, own)
-        if self.other is not None:
-            self._scored += len(flattened)
+        self._scored += len(flattened)
         return flattened
 
     def _has(self, group: Group, way: bytes) -> bool:

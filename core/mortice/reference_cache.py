@@ -109,10 +109,12 @@ class ReferenceCache:
                 self._put(key, scores)
             with atomic.writing(self.file) as part:
                 save_file(self._tensors(), part, {"mortice": json.dumps(self._facts())})
-            self._retain()
         except OSError as error:
             self.tell(f"reference: scores are not kept: cannot write {self.file}: {error.strerror or error}")
             self.file = None
+            return
+        with contextlib.suppress(OSError):  # another run may be tidying up too
+            self._retain()
 
     def differences(self) -> str:
         """What of the data is not as it was for the run that wrote the file; empty where nothing is known to be."""

@@ -130,18 +130,22 @@ def _reference_cache(
     return ReferenceCache.open(folder, identity, made_from, tell)
 
 
+def _adapter_files(files: Files, folder: Path) -> str:
+    return files.of([folder / "adapter_config.json", *folder.glob("*.safetensors")])
+
+
 def _options(strategy: object) -> str:
     """A strategy with its options; one that is no attrs class has none that could be told."""
     return repr(strategy) if attrs.has(type(strategy)) else type(strategy).__qualname__
 
 
 def _values_of(
-    reference: Reference, pretrained: Pretrained, adapter: Adapter, params: Params, config: RunConfig, files: Any
+    reference: Reference, pretrained: Pretrained, adapter: Adapter, params: Params, config: RunConfig, files: Files
 ) -> str:
     """What the reference is beside the model's weights. An adapter that changes nothing yet is the base."""
     if reference.other is not None:
         folder = reference.other.adapter
-        return "base" if folder is None else f"adapter {files.of(folder.glob('*.*'))[:12]}"
+        return "base" if folder is None else f"adapter {_adapter_files(files, folder)[:12]}"
     values = dict(reference.params or {})
     try:
         base = adapter.base(params)
@@ -152,7 +156,7 @@ def _values_of(
     own = {name: value for name, value in values.items() if name not in pretrained.names}
     parts = [of_arrays(own)] if own else []
     if len(own) < len(values) and config.adapter_init is not None:
-        parts.append(files.of(config.adapter_init.glob("*.*")))
+        parts.append(_adapter_files(files, config.adapter_init))
     if parts:
         return f"adapter {of_text(*parts)[:12]}"
     return "base" if len(own) == len(values) else "base, in float32"  # all weights train, and are held as they train

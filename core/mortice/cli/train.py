@@ -30,7 +30,7 @@ def train(file: Path, *, run: Path | None = None, flags: RunFlags | None = None)
     outcome = launch(config, Notices(show=warn, progress=warn))
     print(f"{'stopped at' if outcome.signal else 'done:'} step {outcome.steps}, {outcome.tokens:,} tokens")
     for name in sorted(set(outcome.before) & set(outcome.after)):
-        if name in ("loss", "nll", "margin", "accuracy"):
+        if name in ("loss", "nll", "margin", "accuracy", "displacement"):
             print(f"held out {name}: {outcome.before[name]:.4f} → {outcome.after[name]:.4f}")
     print(f"checkpoint: {outcome.checkpoint}")
     print(f"adapter:    {outcome.path / 'adapter'}")

@@ -16,7 +16,7 @@ from rich.progress import Progress as Bar
 from mortice.options import ge, option
 from mortice.protocols import RunInfo
 
-SHOWN = ("nll", "odds", "margin", "accuracy", "reward")
+SHOWN = ("nll", "odds", "margin", "accuracy", "displacement", "reward")
 """Metrics worth a place beside the loss, where a run has them."""
 
 
