@@ -170,7 +170,7 @@ class QuantizedLinear(Packed):
     def __call__(self, x: mx.array) -> mx.array:
         q = self._quantization
         biases = self.get("biases")
-        if on_cpu() and x.shape[0] > FEW:
+        if on_cpu() and x.size // x.shape[-1] > FEW:
             y = float32_product(x, self._stored(), self._unpack)
         else:
             y = mx.quantized_matmul(
