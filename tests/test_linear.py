@@ -275,3 +275,16 @@ def test_a_stack_goes_matrix_by_matrix_outside_traces(q):
     assert _apart(dx, pulled) < 1e-4
     if q is not None:
         assert unpacked == [module.weight.shape[1:]] * 4
+
+
+def test_rows_of_a_batch_are_counted_as_rows(monkeypatch):
+    """Many tokens are unpacked once and multiplied in float32, also as `[1, T, in]`."""
+    q = Quantization(4, 32)
+    layer = QuantizedLinear(64, 48, q)
+    layer.update(pack(normal(0, 48, 64), q))
+    x, rows, real = normal(1, 5, 64), [], linear.float32_product
+    monkeypatch.setattr(linear, "float32_product", lambda x, *rest: rows.append(x.shape) or real(x, *rest))
+    assert mx.array_equal(layer(x[None])[0], layer(x))
+    assert rows == ([(1, 5, 64), (5, 64)] if linear.on_cpu() else [])
+    layer(x[None, :1])
+    assert len(rows) <= 2

@@ -100,6 +100,7 @@ def test_forward_and_decoding_equal_mlx_lm(tmp_path, family):
     folder = checkpoint(tmp_path, family)
     ours = load(folder, plugins=plugins())
     assert (ours.family, ours.ignored) == ("mlx-lm", ())
+    assert ours.size == sum(value.size for value in ours.model.named_parameters().values())
     theirs, _ = utils.load_model(folder)
     assert (ours.model.carried > 0) == (family in CARRIED)
     if CARRIED.get(family, "").startswith("all"):
