@@ -288,3 +288,17 @@ def test_rows_of_a_batch_are_counted_as_rows(monkeypatch):
     assert rows == ([(1, 5, 64), (5, 64)] if linear.on_cpu() else [])
     layer(x[None, :1])
     assert len(rows) <= 2
+
+
+@pytest.mark.parametrize("q", [None, Quantization(4, 32), Quantization(4, 32, "mxfp4")])
+@pytest.mark.parametrize("rows", [3, 40])
+def test_stacks_add_the_bias_of_each_rows_own(q, rows):
+    plain, weight, bias = Stacked(4, 32, 8), normal(0, 4, 8, 32), normal(1, 4, 8)
+    module = Stacked(4, 32, 8, bias=True)
+    if q is not None:
+        plain, module = quantized(plain, q), quantized(module, q)
+    parts = {"weight": weight} if q is None else pack(weight, q)
+    plain.update(parts)
+    module.update(parts | {"bias": bias})
+    x, which = normal(2, rows, 32), mx.arange(rows) * 4 // rows
+    assert mx.abs(module(x, which) - plain(x, which) - bias[which]).max().item() < 1e-5

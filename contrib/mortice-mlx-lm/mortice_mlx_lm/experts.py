@@ -10,14 +10,14 @@ from mortice.linear import Stacked
 
 
 def own_experts(outer: nn.Module) -> None:
-    """mortice's stacks in the experts of a model. Those with a bias stay as they are."""
+    """mortice's stacks in the experts of a model."""
     for module in outer.modules():
         kind = OWN.get(type(module))
-        if kind is None or any("bias" in module[name] for name in kind.stacks):
+        if kind is None:
             continue
         for name in kind.stacks:
             count, outputs, inputs = module[name].weight.shape
-            module[name] = Stacked(count, inputs, outputs)
+            module[name] = Stacked(count, inputs, outputs, bias="bias" in module[name])
         module.__class__ = kind
 
 

@@ -1,4 +1,4 @@
-"""Tiny configs of mlx-lm's families: those that work, how their layers run, and those that are refused, with the reason.
+"""Tiny configs of mlx-lm's families: those that work and how their layers run, those that are refused and why.
 
 Run as a script it prints the table of the README.
 """
@@ -52,7 +52,8 @@ WORKS: dict[str, dict] = {
     "ernie4_5": BASE | {"head_dim": 16, "use_bias": False},
     "exaone": BASE | {"num_layers": 2, "layer_norm_epsilon": 1e-5, "head_dim": 16},
     "exaone4": BASE | {
-        "head_dim": 16, "num_hidden_layers": 4, "sliding_window": 5, "sliding_window_pattern": "LG", "rope_scaling": None,
+        "head_dim": 16, "num_hidden_layers": 4, "sliding_window": 5, "sliding_window_pattern": "LG",
+        "rope_scaling": None,
     },
     "nemotron": BASE | {"hidden_act": "relu2", "norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     "seed_oss": BASE | {"head_dim": 16, "attention_bias": False, "attention_out_bias": False, "mlp_bias": False},

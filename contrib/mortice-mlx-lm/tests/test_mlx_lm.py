@@ -148,6 +148,7 @@ def test_rows_that_branch_and_segments_give_the_same(tmp_path, family):
         (Full(), PrefixShared()),
         (Segmented(segment_size=1), Packed()),
         (Segmented(), Separate()),
+        *([(Segmented(compile=True), PrefixShared())] if family == "qwen2" else []),
     ):
         tally, found = engine(model, backward, layout, FlashCCE()).gradients(params, PAIRS)
         assert tally.loss == pytest.approx(plain.loss, abs=1e-5)
@@ -156,7 +157,7 @@ def test_rows_that_branch_and_segments_give_the_same(tmp_path, family):
 
 @pytest.mark.parametrize("family", ["qwen2", "mixtral", "gemma2", "nemotron_h"])
 def test_gradients_of_lora_equal_autodiff_of_mlx_lms_own(tmp_path, family):
-    """mlx-lm wraps its layers with LoRA of its own; the saved parameters go there, and its autodiff is the reference."""
+    """mlx-lm puts LoRA of its own around its layers; the saved parameters go there, and its autodiff is compared."""
     folder = checkpoint(tmp_path / "model", family)
     model = load(folder, plugins=plugins()).model
     strategy = LoRA(rank=2)
@@ -178,7 +179,7 @@ def test_gradients_of_lora_equal_autodiff_of_mlx_lms_own(tmp_path, family):
     assert relative(found, expected) < 1e-4
 
 
-@pytest.mark.parametrize("family", ["qwen2", "phi3", "cohere2", "mixtral", "gemma2", "qwen3_next"])
+@pytest.mark.parametrize("family", ["qwen2", "phi3", "cohere2", "mixtral", "mistral3", "gemma2", "qwen3_next"])
 def test_adapters_load_in_mlx_lm(tmp_path, family):
     folder = checkpoint(tmp_path / "model", family)
     model = load(folder, plugins=plugins()).model
@@ -194,7 +195,7 @@ def test_adapters_load_in_mlx_lm(tmp_path, family):
     assert mx.abs(mx.array(found) - expected).max().item() < 1e-4
 
 
-@pytest.mark.parametrize("family", ["qwen2", "granite", "mixtral", "gemma2"])
+@pytest.mark.parametrize("family", ["qwen2", "granite", "mixtral", "gemma2", "gpt_oss"])
 def test_packed_weights_train(tmp_path, family):
     source = checkpoint(tmp_path / "source", family)
     convert_checkpoint(source, tmp_path / "packed", packing=Packing.of(4, 32), plugins=plugins())
@@ -212,6 +213,25 @@ def test_packed_weights_train(tmp_path, family):
     expected = nn.log_softmax(theirs(mx.array([IDS]))[0].astype(mx.float32), axis=-1)
     expected = mx.take_along_axis(expected[3:-1], mx.array(IDS[4:])[:, None], axis=1)[:, 0]
     assert mx.abs(mx.array(found[0][0]) - expected).max().item() < 1e-4
+
+
+def test_weights_under_their_first_names(tmp_path):
+    """A folder of transformers' names, each expert a tensor of its own: mlx-lm's family says what they become."""
+    folder = checkpoint(tmp_path / "mlx", "mixtral")
+    expected = load(folder, plugins=plugins()).model.named_parameters()
+    stored = dict(mx.load(str(folder / "model.safetensors")))
+    for name in [name for name in stored if "switch_mlp" in name]:
+        experts = stored.pop(name)
+        before, _, part = name.partition("switch_mlp.")
+        number = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}[part.partition(".")[0]]
+        stored |= {f"{before}experts.{i}.{number}.weight": one for i, one in enumerate(experts)}
+    other = tmp_path / "transformers"
+    other.mkdir()
+    (other / "config.json").write_text((folder / "config.json").read_text())
+    mx.save_safetensors(str(other / "model.safetensors"), stored)
+    found = load(other, plugins=plugins()).model.named_parameters()
+    assert found.keys() == expected.keys()
+    assert all(mx.array_equal(found[name], expected[name]) for name in expected)
 
 
 def test_experts_take_an_adapter_where_targets_name_them(tmp_path):
