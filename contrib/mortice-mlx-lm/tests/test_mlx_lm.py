@@ -16,10 +16,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import load_adapters
 from mortice_mlx_lm import caches
 from mortice_mlx_lm.adapter import MlxLmAdapter, build
-from mortice_mlx_lm.model import Addressed, LogitLaw, logit_law
-from mortice_mlx_lm.twin import small_twin
+from mortice_mlx_lm.model import Addressed, LogitLaw, MlxLmModel, logit_law
+from mortice_mlx_lm.refusal import Refused
+from mortice_mlx_lm.twin import prove, small_twin
 
 from mortice.batch import Completion, Group
+from mortice.context import CacheContext, SpanContext
 from mortice.conversion import Packing, convert_checkpoint
 from mortice.errors import CheckpointError
 from mortice.generation import generate_tokens
@@ -252,6 +254,22 @@ def test_experts_take_an_adapter_where_targets_name_them(tmp_path):
 def test_what_cannot_be_addressed_is_refused_by_name(family):
     with pytest.raises(CheckpointError, match=f"mlx-lm's {family} cannot be trained here: .*{REFUSED[family][2]}"):
         MlxLmAdapter().build(config_of(family))
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"), [(SpanContext, "on a row that branches"), (CacheContext, "token by token")]
+)
+def test_the_proof_sees_a_context_that_loses_states(broken, message, monkeypatch):
+    monkeypatch.setattr(broken, "scan", lambda self, recurrence, *inputs, layer=0: recurrence(inputs, None)[0])
+    with pytest.raises(CheckpointError, match=f"mamba cannot be trained here: its logits {message}.* differ by"):
+        MlxLmAdapter().build(config_of("mamba"))
+
+
+def test_the_proof_sees_another_factor():
+    """Of the proof itself: without the family's factor a Cohere's logits are others."""
+    config = config_of("cohere")
+    with pytest.raises(Refused, match="its logits on a plain row differ by"):
+        prove(build(config), lambda: MlxLmModel(config, build(config), LogitLaw()))
 
 
 def test_a_config_that_mlx_lm_does_not_take():
