@@ -26,7 +26,7 @@ import numpy as np
 from attrs import define, field, frozen
 
 from mortice.context import Context
-from mortice.linear import Embedding, Linear
+from mortice.linear import Embedding, Linear, Packed, QuantizedEmbedding, Stacked
 from mortice.model import Block, Carry, Model, Output, Part, output_of
 from mortice.modules import join, leaves
 from mortice_mlx_lm import caches
@@ -38,6 +38,11 @@ OUTPUTS = ("lm_head", "output", "embed_out")
 """Attributes of an outer model that hold its output matrix."""
 INNER = ("model", "language_model.model", "transformer", "backbone", "language_model")
 """Where an outer model keeps embedding and layers."""
+
+
+TABLES = (Embedding, QuantizedEmbedding)
+MORTICE = (Linear, Embedding, Stacked, Packed)
+"""Modules that compute in float32 whatever their weights are stored in."""
 
 
 # The inner model without its layers
@@ -91,6 +96,8 @@ class Shell:
     caches: Sequence[Any]
     """One of each that mlx-lm would make, in its order, by its stand-in."""
     parts: Sequence[Part] = field(factory=list)
+    dtype: mx.Dtype = mx.float32
+    """Of the activations."""
 
     def run(
         self, tokens: mx.array, kept: Sequence[Any], *, until: int | None = None, out: mx.array | None = None
@@ -98,7 +105,7 @@ class Shell:
         """Calls of layers in order, and the result: None where it stops before layer `until`."""
         for part in self.parts:
             for name, module in part.items():
-                self.inner[name] = module
+                self.inner[name] = Widened(module, self.dtype) if isinstance(module, TABLES) else module
         visits: list[Visit] = []
         kinds = [Halting if i == until else StandIn for i in range(len(self.layers))]
         self.inner[self.name] = [kind(layer, i, visits, out) for i, (kind, layer) in enumerate(zip(kinds, self.layers))]
@@ -112,6 +119,19 @@ class Shell:
     def kept_at(self, offset: int) -> list[Any]:
         """Caches that are empty, behind `offset` tokens."""
         return [caches.at(cache, offset) for cache in self.caches]
+
+
+class Widened:
+    """In the place of an embedding: its rows in the type of the activations, before a family scales or adds them."""
+
+    def __init__(self, table: nn.Module, dtype: mx.Dtype) -> None:
+        self._table, self._dtype = table, dtype
+
+    def __call__(self, ids: mx.array) -> mx.array:
+        return self._table(ids).astype(self._dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._table, name)
 
 
 # Layers
@@ -244,12 +264,29 @@ class MlxLmModel(Model):
         return Addressed(path, layer, visit)
 
     @property
+    def dtype(self) -> mx.Dtype:
+        return self._shell.dtype
+
+    @dtype.setter
+    def dtype(self, value: mx.Dtype) -> None:
+        self._shell.dtype = value
+
+    def bind(self, params: Mapping[str, mx.array]) -> None:
+        """Where activations are float32, what mlx-lm's own code computes with (norms, convolutions, decays) is too: it
+        would round in the type that is stored (`1 + weight`). mortice's own modules take any type as it is."""
+        if self.dtype != mx.float32:
+            return super().bind(params)
+        own = {name for name in params if isinstance(self._place(name)[0], MORTICE)}
+        floats = (mx.bfloat16, mx.float16)
+        super().bind({n: v.astype(mx.float32) if n not in own and v.dtype in floats else v for n, v in params.items()})
+
+    @property
     def carried(self) -> int:
         """How many layers run as a recurrence."""
         return sum(isinstance(block, Carried) for block in self.blocks)
 
     def embed(self, tokens: mx.array, ctx: Context) -> Carry:
-        return {"h": ctx.rotated(self._embedded, tokens).astype(self.dtype)}
+        return {"h": ctx.rotated(self._embedded, tokens)}
 
     def _embedded(self, tokens: mx.array, offset: int) -> mx.array:
         visits, _ = self._shell.run(tokens, self._shell.kept_at(offset), until=0)

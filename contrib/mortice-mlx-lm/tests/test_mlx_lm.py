@@ -217,6 +217,22 @@ def test_packed_weights_train(tmp_path, family):
     assert mx.abs(mx.array(found[0][0]) - expected).max().item() < 1e-4
 
 
+@pytest.mark.parametrize("family", ["gemma", "granite", "gpt2", "mamba", "apertus"])
+def test_half_precision_weights_compute_in_float32(tmp_path, family):
+    """As on every CPU: the family's own code would round norms, scales and decays in the type that is stored."""
+    half = {
+        n: w.astype(mx.bfloat16) for n, w in mx.load(str(checkpoint(tmp_path, family) / "model.safetensors")).items()
+    }
+    mx.eval(half)
+    gradients = []
+    for weights in (half, {n: w.astype(mx.float32) for n, w in half.items()}):
+        mx.save_safetensors(str(tmp_path / "model.safetensors"), weights, metadata={"format": "mlx"})
+        model = load(tmp_path, plugins=plugins()).model
+        params = trained(model, LoRA(rank=2))
+        gradients.append(engine(model, Segmented(), Packed(), FlashCCE()).gradients(params, PAIRS)[1])
+    assert relative(*gradients) < 1e-4
+
+
 def test_weights_under_their_first_names(tmp_path):
     """A folder of transformers' names, each expert a tensor of its own: mlx-lm's family says what they become."""
     folder = checkpoint(tmp_path / "mlx", "mixtral")
