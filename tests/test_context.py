@@ -193,3 +193,16 @@ def test_chunks_draw_what_the_whole_row_draws():
             outs.append(ctx.tokenwise(Drop(), x))
     assert mx.array_equal(*outs)
     assert 0 < outs[0].sum().item() < x.size
+
+
+def test_a_recurrence_draws_what_the_whole_row_draws():
+    """Dropout inside it sees the numbers of the tokens that it is at, also behind a branch."""
+    from mortice.context import activate, current
+
+    def drop(inputs, state):
+        return inputs[0] * (current().uniform("m", 3) > 0.5), ()
+
+    ctx = SpanContext(SHARED, randomness=Randomness(0, 1))
+    x = mx.ones((SHARED.length, 3))
+    with activate(ctx):
+        assert mx.array_equal(ctx.scan(drop, x), ctx.uniform("m", 3) > 0.5)

@@ -108,20 +108,18 @@ def test_a_family_of_mlx_lm_from_the_command_line(tmp_path):
     pytest.importorskip("mlx_lm")
     path = install(MLX_LM, tmp_path / "site")
     file = tiny_run(tmp_path / "run", RUN_FILE)
-    config = json.loads((tmp_path / "run" / "model" / "config.json").read_text()) | {"model_type": "qwen2"}
-    (tmp_path / "run" / "model" / "config.json").write_text(json.dumps(config))
-    (tmp_path / "run" / "model" / "model.safetensors").unlink()
-    (tmp_path / "run" / "mlx.json").write_text(json.dumps(config))
-    settings = ["--set", f'model.config="{tmp_path}/run/model/config.json"', "--set", 'model.init="random"']
-    text = file.read_text().replace('path = "model"', "")
-    file.write_text(text)
+    model = tmp_path / "run" / "model"
+    config = json.loads((model / "config.json").read_text())
+    width = config["hidden_size"] // config["num_attention_heads"]
+    ernie = {"model_type": "ernie4_5", "use_bias": False, "head_dim": width}  # of a Llama's weights, turned otherwise
+    (model / "config.json").write_text(json.dumps(config | ernie))
     for layout in ("separate", "prefix-shared"):
-        run(["-m", "mortice", "train", str(file), "--layout", layout, *settings], path)
-    saved = sorted((tmp_path / "run" / "runs").iterdir())[-1]
-    assert json.loads((saved / "adapter" / "adapter_config.json").read_text())["fine_tune_type"] == "lora"
-    assert "peak" in run(["-m", "mortice", "plan", str(file), *settings], path)
-    env = {**os.environ}
-    command = [sys.executable, "-m", "mortice", "check", str(file), *settings]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+        run(["-m", "mortice", "train", str(file), "--layout", layout], path)
+    adapter = sorted((tmp_path / "run" / "runs").iterdir())[-1] / "adapter"
+    assert json.loads((adapter / "adapter_config.json").read_text())["fine_tune_type"] == "lora"
+    assert "peak" in run(["-m", "mortice", "plan", str(file)], path)
+    answer = ["-m", "mortice", "generate", str(model), "say red: ", "--raw", "--max-tokens", "4", "--temperature", "2"]
+    assert run(answer, path) != run([*answer, "--adapter", str(adapter)], path)
+    done = subprocess.run([sys.executable, "-m", "mortice", "check", str(file)], capture_output=True, text=True)
     assert done.returncode == 2
-    assert "no model adapter handles model_type 'qwen2'" in done.stderr
+    assert "no model adapter handles model_type 'ernie4_5'" in done.stderr

@@ -275,3 +275,30 @@ def test_a_stack_goes_matrix_by_matrix_outside_traces(q):
     assert _apart(dx, pulled) < 1e-4
     if q is not None:
         assert unpacked == [module.weight.shape[1:]] * 4
+
+
+def test_rows_of_a_batch_are_counted_as_rows(monkeypatch):
+    """Many tokens are unpacked once and multiplied in float32, also as `[1, T, in]`."""
+    q = Quantization(4, 32)
+    layer = QuantizedLinear(64, 48, q)
+    layer.update(pack(normal(0, 48, 64), q))
+    x, rows, real = normal(1, 5, 64), [], linear.float32_product
+    monkeypatch.setattr(linear, "float32_product", lambda x, *rest: rows.append(x.shape) or real(x, *rest))
+    assert mx.array_equal(layer(x[None])[0], layer(x))
+    assert rows == ([(1, 5, 64), (5, 64)] if linear.on_cpu() else [])
+    layer(x[None, :1])
+    assert len(rows) <= 2
+
+
+@pytest.mark.parametrize("q", [None, Quantization(4, 32), Quantization(4, 32, "mxfp4")])
+@pytest.mark.parametrize("rows", [3, 40])
+def test_stacks_add_the_bias_of_each_rows_own(q, rows):
+    plain, weight, bias = Stacked(4, 32, 8), normal(0, 4, 8, 32), normal(1, 4, 8)
+    module = Stacked(4, 32, 8, bias=True)
+    if q is not None:
+        plain, module = quantized(plain, q), quantized(module, q)
+    parts = {"weight": weight} if q is None else pack(weight, q)
+    plain.update(parts)
+    module.update(parts | {"bias": bias})
+    x, which = normal(2, rows, 32), mx.arange(rows) * 4 // rows
+    assert mx.abs(module(x, which) - plain(x, which) - bias[which]).max().item() < 1e-5

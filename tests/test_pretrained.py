@@ -7,6 +7,7 @@ import shutil
 import sys
 import types
 from pathlib import Path
+from typing import ClassVar
 
 import mlx.core as mx
 import pytest
@@ -297,8 +298,8 @@ def test_an_output_matrix_may_be_absent_only_where_it_is_tied(tmp_path):
 
 
 def test_exactly_one_adapter_claims_a_config():
-    with pytest.raises(CheckpointError, match=r"no model adapter handles model_type 'mamba' \(available: .*llama \("):
-        find_adapter(PLUGINS, {"model_type": "mamba"})
+    with pytest.raises(CheckpointError, match=r"no model adapter handles model_type 'abacus' \(available: .*llama \("):
+        find_adapter(PLUGINS, {"model_type": "abacus"})
 
     @frozen
     class Other:
@@ -311,6 +312,27 @@ def test_exactly_one_adapter_claims_a_config():
     plugins.registry.add(Strategy("model", "other", Other, "other-dist", "other"))
     with pytest.raises(CheckpointError, match="claimed by mortice:llama and other-dist:other"):
         find_adapter(plugins, {"model_type": "llama"})
+
+
+def test_a_fallback_is_asked_where_no_other_adapter_claims():
+    @frozen
+    class Anything:
+        """All there is."""
+
+        fallback: ClassVar = True
+
+        def handles(self, config):
+            assert config["model_type"] != "llama", "llama is another one's"
+            return True
+
+    plugins = load_plugins(enable=["llama"])
+    for name in ("anything", "everything"):
+        plugins.registry.add(Strategy("model", name, Anything, f"{name}-dist", name))
+        assert find_adapter(plugins, {"model_type": "llama"})[0] == "llama"
+        if name == "anything":
+            assert find_adapter(plugins, {"model_type": "abacus"})[0] == "anything"
+    with pytest.raises(CheckpointError, match="claimed by anything-dist:anything and everything-dist:everything"):
+        find_adapter(plugins, {"model_type": "abacus"})
 
 
 def test_loading_takes_the_memory_of_the_file(tmp_path):

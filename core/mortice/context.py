@@ -184,7 +184,7 @@ class SpanContext(Context):
         self._mlp_chunk = mlp_chunk
         self._randomness = randomness
         self._part = slice(None)
-        """Tokens of the row that `tokenwise` is at."""
+        """Tokens of the row that `tokenwise` or `scan` is at."""
         self._drawn: dict[tuple[str, int], None] | None = None
         self._given: Mapping[tuple[str, int], mx.array] | None = None
         positions = np.concatenate([s.position + np.arange(s.length) for s in row.spans])
@@ -232,8 +232,11 @@ class SpanContext(Context):
         states: dict[int | None, State | None] = {None: None}
         outs = []
         for piece in pieces(self.runs):
-            own = tuple(x[piece.start : piece.stop] for x in inputs)
-            out, states[piece.stop] = recurrence(own, states[piece.after])
+            self._part = slice(piece.start, piece.stop)
+            try:
+                out, states[piece.stop] = recurrence(tuple(x[self._part] for x in inputs), states[piece.after])
+            finally:
+                self._part = slice(None)
             outs.append(out)
         return outs[0] if len(outs) == 1 else mx.concatenate(outs)
 

@@ -170,7 +170,7 @@ class QuantizedLinear(Packed):
     def __call__(self, x: mx.array) -> mx.array:
         q = self._quantization
         biases = self.get("biases")
-        if on_cpu() and x.shape[0] > FEW:
+        if on_cpu() and x.size // x.shape[-1] > FEW:
             y = float32_product(x, self._stored(), self._unpack)
         else:
             y = mx.quantized_matmul(
@@ -180,11 +180,14 @@ class QuantizedLinear(Packed):
 
 
 class Stacked(nn.Module):
-    """Linear layers of one shape, stacked: `weight [E, out, in]`, each row of the input through one of them."""
+    """Linear layers of one shape, stacked: `weight [E, out, in]`, `bias [E, out]`, each row of the input through one of
+    them."""
 
-    def __init__(self, count: int, inputs: int, outputs: int) -> None:
+    def __init__(self, count: int, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__()
         self.weight = mx.zeros((count, outputs, inputs))
+        if bias:
+            self.bias = mx.zeros((count, outputs))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -196,23 +199,31 @@ class Stacked(nn.Module):
         On the CPU weights that are not float32 are cast on the fly, forward and backward; those get no gradient.
         """
         if on_cpu() and self.weight.dtype != mx.float32:
-            return float32_products(x, [self.weight], lambda weight: weight, which)
-        return gathered(x, self.weight, which)
+            y = float32_products(x, [self.weight], lambda weight: weight, which)
+        else:
+            y = gathered(x, self.weight, which)
+        return y + self.bias[which] if "bias" in self else y
 
 
 class QuantizedStacked(Packed):
     """`Stacked` over packed rows. On the CPU matrices are unpacked for a product: inside a trace all of the stack, else
     one after the other and only those that a row goes to."""
 
+    def __init__(self, shape: Sequence[int], quantization: Quantization, bias: bool = False) -> None:
+        super().__init__(shape, quantization)
+        if bias:
+            self.bias = mx.zeros(tuple(shape[:2]))
+
     def __call__(self, x: mx.array, which: mx.array) -> mx.array:
         q = self._quantization
         if on_cpu() and x.shape[0] > FEW * FEW_EACH:
-            return float32_products(x, self._stored(), self._unpack, which)
-        y = mx.gather_qmm(
-            x[:, None], self.weight, self.scales, self.get("biases"), rhs_indices=which, transpose=True,
-            group_size=q.group_size, bits=q.bits, mode=q.mode, sorted_indices=True,
-        )  # fmt: skip
-        return y[:, 0]
+            y = float32_products(x, self._stored(), self._unpack, which)
+        else:
+            y = mx.gather_qmm(
+                x[:, None], self.weight, self.scales, self.get("biases"), rhs_indices=which, transpose=True,
+                group_size=q.group_size, bits=q.bits, mode=q.mode, sorted_indices=True,
+            )[:, 0]  # fmt: skip
+        return y + self.bias[which] if "bias" in self else y
 
 
 def gathered(x: mx.array, matrices: mx.array, which: mx.array) -> mx.array:
@@ -307,7 +318,7 @@ def quantized(module: nn.Module, quantization: Quantization) -> nn.Module:
     if isinstance(module, Embedding):
         return QuantizedEmbedding(shape, quantization)
     if isinstance(module, Stacked):
-        return QuantizedStacked(shape, quantization)
+        return QuantizedStacked(shape, quantization, bias="bias" in module)
     return QuantizedLinear(shape[1], shape[0], quantization, bias="bias" in module)
 
 

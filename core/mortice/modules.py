@@ -20,7 +20,7 @@ def _items(node: Any) -> Iterator[tuple[Any, Any]]:
             yield key, value
 
 
-def _wrapped(node: Any) -> Any:
+def wrapped(node: Any) -> Any:
     """The module that this one stands in for, whose parameters keep their names: `wraps` names the attribute."""
     name = getattr(node, "wraps", None)
     return {} if name is None else node[name]
@@ -34,8 +34,8 @@ def slots(path: str, node: Any) -> Iterator[tuple[str, Any, Any]]:
             yield name, node, key
         elif isinstance(value, (dict, list)):
             yield from slots(name, value)
-    if _wrapped(node):
-        yield from slots(path, _wrapped(node))
+    if wrapped(node):
+        yield from slots(path, wrapped(node))
 
 
 def leaves(path: str, node: Any) -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], None]]]:
@@ -49,5 +49,5 @@ def leaves(path: str, node: Any) -> Iterator[tuple[str, nn.Module, Callable[[nn.
             yield join(path, str(key)), value, put
         elif isinstance(value, (dict, list)):
             yield from leaves(join(path, str(key)), value)
-    if _wrapped(node):
-        yield from leaves(path, _wrapped(node))
+    if wrapped(node):
+        yield from leaves(path, wrapped(node))

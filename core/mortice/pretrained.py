@@ -23,6 +23,7 @@ from mortice import hub
 from mortice.errors import CheckpointError, ConfigError, suggest
 from mortice.linear import FLOATS, Packed, on_cpu
 from mortice.model import Model
+from mortice.modules import wrapped
 from mortice.packed_weights import place_packed, stated_packing
 from mortice.randomness import stable_key
 
@@ -305,6 +306,7 @@ def parameter_count(module: Any) -> int:
         return math.prod(module.shape) + (module["bias"].size if "bias" in module else 0)
     children = module.items() if isinstance(module, dict) else enumerate(module)
     held = [value for key, value in children if not str(key).startswith("_")]
+    held += [wrapped(module)] if wrapped(module) else []
     return sum(
         value.size if isinstance(value, mx.array) else parameter_count(value)
         for value in held
