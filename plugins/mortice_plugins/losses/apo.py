@@ -13,11 +13,11 @@ from attrs import frozen
 
 from mortice.batch import Batch, LossOutput, TokenLogprobs
 from mortice.options import gt, option
-from mortice_plugins.losses.pairs import PROFILE, log_ratios, preference, sides
+from mortice_plugins.losses.pairs import PROFILE, PairLoss, log_ratios, preference, sides
 
 
 @frozen
-class APOZero:
+class APOZero(PairLoss):
     """Chosen up and rejected down, each from its own anchor: for answers better than the model's own.
 
     With C and R the summed log-ratios log π/π_ref of chosen and rejected response, the loss is the mean over pairs of
@@ -31,11 +31,11 @@ class APOZero:
 
     def __call__(self, scores: TokenLogprobs, batch: Batch, /) -> LossOutput:
         chosen, rejected = sides(self.beta * batch.sum(log_ratios(scores, batch)), batch)  # [N]
-        return preference(mx.sigmoid(-chosen) + mx.sigmoid(rejected), (chosen, rejected), scores, batch)
+        return preference(mx.sigmoid(-chosen) + mx.sigmoid(rejected), (chosen, rejected), scores, batch, self.max_loss)
 
 
 @frozen
-class APODown:
+class APODown(PairLoss):
     """Both responses down, the rejected one more: for answers worse than the model's own.
 
     With C and R the summed log-ratios log π/π_ref of chosen and rejected response, the loss is the mean over pairs of
@@ -49,4 +49,6 @@ class APODown:
 
     def __call__(self, scores: TokenLogprobs, batch: Batch, /) -> LossOutput:
         chosen, rejected = sides(self.beta * batch.sum(log_ratios(scores, batch)), batch)  # [N]
-        return preference(mx.sigmoid(chosen) + mx.sigmoid(rejected - chosen), (chosen, rejected), scores, batch)
+        return preference(
+            mx.sigmoid(chosen) + mx.sigmoid(rejected - chosen), (chosen, rejected), scores, batch, self.max_loss
+        )

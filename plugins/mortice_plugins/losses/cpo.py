@@ -17,6 +17,7 @@ from mortice.options import ge, gt, in_, option
 from mortice_plugins.losses.pairs import (
     FROM_START,
     PROFILE,
+    PairLoss,
     chosen_nll,
     preference,
     refuse_smoothed_hinge,
@@ -27,7 +28,7 @@ from mortice_plugins.losses.pairs import (
 
 
 @frozen
-class CPO:
+class CPO(PairLoss):
     """Preference loss on summed log-probabilities, with the NLL of the chosen response; no reference model.
 
     With c and r the summed log-probabilities of chosen and rejected response, z = beta · (c − r) and ε =
@@ -63,7 +64,7 @@ class CPO:
         margin = chosen - rejected
         hinge = self.variant == "hinge"
         loss = mx.maximum(0.0, 1.0 - margin) if hinge else smoothed(margin, self.label_smoothing)
-        output = preference(loss, (chosen, rejected), scores, batch)
+        output = preference(loss, (chosen, rejected), scores, batch, self.max_loss)
         if not self.nll_weight:
             return output
         return evolve(

@@ -13,11 +13,11 @@ from attrs import frozen
 
 from mortice.batch import Batch, LossOutput, TokenLogprobs
 from mortice.options import and_, gt, lt, option
-from mortice_plugins.losses.pairs import PROFILE, log_ratios, log_sigmoid, preference, sides
+from mortice_plugins.losses.pairs import PROFILE, PairLoss, log_ratios, log_sigmoid, preference, sides
 
 
 @frozen
-class DiscoPOP:
+class DiscoPOP(PairLoss):
     """Logistic loss for pairs in the wrong order, exponential loss for those in the right one.
 
     With C and R the summed log-ratios log π/π_ref of chosen and rejected response, z = beta · (C − R) and a = σ(z/tau),
@@ -38,4 +38,4 @@ class DiscoPOP:
         margin = chosen - rejected
         logistic = -mx.sigmoid(-margin / self.tau) * log_sigmoid(margin)
         exponential = mx.exp(log_sigmoid(margin / self.tau) - margin)  # as one exponent: e^−z alone overflows
-        return preference(logistic + exponential, (chosen, rejected), scores, batch)
+        return preference(logistic + exponential, (chosen, rejected), scores, batch, self.max_loss)

@@ -21,6 +21,7 @@ from mortice.batch import Batch, LossOutput, TokenLogprobs
 from mortice.options import and_, fraction, gt, in_, le, option, optional
 from mortice_plugins.losses.pairs import (
     PROFILE,
+    PairLoss,
     Sides,
     log_ratios,
     log_sigmoid,
@@ -36,7 +37,7 @@ STEEPEST = 30.0
 
 
 @frozen
-class DPO:
+class DPO(PairLoss):
     """Preference loss on the log-ratios of policy to reference: −log σ of the reward margin, and its variants.
 
     With C and R the summed log-ratios log π(y)/π_ref(y) of chosen and rejected response, z = beta · (g(C) − g(R)) is
@@ -111,7 +112,7 @@ class DPO:
 
     def __call__(self, scores: TokenLogprobs, batch: Batch, /) -> LossOutput:
         chosen, rejected = (self.beta * self._slope(x) for x in self._log_ratios(scores, batch))  # [N]
-        return preference(self._loss(chosen - rejected), (chosen, rejected), scores, batch)
+        return preference(self._loss(chosen - rejected), (chosen, rejected), scores, batch, self.max_loss)
 
     def _log_ratios(self, scores: TokenLogprobs, batch: Batch) -> Sides:
         ratios = log_ratios(scores, batch)  # [M]

@@ -14,11 +14,11 @@ from attrs import frozen
 
 from mortice.batch import Batch, LossOutput, TokenLogprobs
 from mortice.options import and_, gt, lt, option
-from mortice_plugins.losses.pairs import PROFILE, log_ratios, log_sigmoid, preference, sides
+from mortice_plugins.losses.pairs import PROFILE, PairLoss, log_ratios, log_sigmoid, preference, sides
 
 
 @frozen
-class EXO:
+class EXO(PairLoss):
     """Reverse KL between the policy's preference of a pair and its smoothed label.
 
     With C and R the summed log-ratios log π/π_ref of chosen and rejected response, z = beta · (C − R), and ε =
@@ -40,4 +40,4 @@ class EXO:
         margin = chosen - rejected
         right = mx.sigmoid(margin) * (log_sigmoid(margin) - math.log1p(-self.label_smoothing))
         wrong = mx.sigmoid(-margin) * (log_sigmoid(-margin) - math.log(self.label_smoothing))
-        return preference(right + wrong, (chosen, rejected), scores, batch)
+        return preference(right + wrong, (chosen, rejected), scores, batch, self.max_loss)

@@ -12,11 +12,11 @@ from attrs import frozen
 
 from mortice.batch import Batch, LossOutput, TokenLogprobs
 from mortice.options import gt, option
-from mortice_plugins.losses.pairs import PROFILE, log_ratios, preference, sides
+from mortice_plugins.losses.pairs import PROFILE, PairLoss, log_ratios, preference, sides
 
 
 @frozen
-class IPO:
+class IPO(PairLoss):
     """Squared distance of the log-ratio margin from 1/(2·beta), on means over tokens.
 
     With c and r the mean log-ratios log π/π_ref of the tokens of chosen and rejected response, the loss is the mean
@@ -33,4 +33,4 @@ class IPO:
     def __call__(self, scores: TokenLogprobs, batch: Batch, /) -> LossOutput:
         chosen, rejected = sides(batch.mean(log_ratios(scores, batch)), batch)  # [N]
         loss = mx.square(chosen - rejected - 1 / (2 * self.beta))
-        return preference(loss, (self.beta * chosen, self.beta * rejected), scores, batch)
+        return preference(loss, (self.beta * chosen, self.beta * rejected), scores, batch, self.max_loss)

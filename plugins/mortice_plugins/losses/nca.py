@@ -12,11 +12,11 @@ from attrs import frozen
 
 from mortice.batch import Batch, LossOutput, TokenLogprobs
 from mortice.options import gt, option
-from mortice_plugins.losses.pairs import PROFILE, log_ratios, log_sigmoid, preference, sides
+from mortice_plugins.losses.pairs import PROFILE, PairLoss, log_ratios, log_sigmoid, preference, sides
 
 
 @frozen
-class NCA:
+class NCA(PairLoss):
     """Noise contrastive alignment of pairs: each reward against 0, not only against the other one.
 
     With C and R the summed log-ratios log π/π_ref of chosen and rejected response, c = beta · C and r = beta · R, the
@@ -32,4 +32,4 @@ class NCA:
     def __call__(self, scores: TokenLogprobs, batch: Batch, /) -> LossOutput:
         chosen, rejected = sides(self.beta * batch.sum(log_ratios(scores, batch)), batch)  # [N]
         loss = -log_sigmoid(chosen) - 0.5 * log_sigmoid(-chosen) - 0.5 * log_sigmoid(-rejected)
-        return preference(loss, (chosen, rejected), scores, batch)
+        return preference(loss, (chosen, rejected), scores, batch, self.max_loss)

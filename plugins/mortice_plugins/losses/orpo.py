@@ -17,7 +17,9 @@ from mortice.options import ge, in_, option
 from mortice_plugins.losses.pairs import (
     FROM_START,
     PROFILE,
+    PairLoss,
     chosen_nll,
+    clipped,
     mean_over_pairs,
     pair_metrics,
     refuse_smoothed_hinge,
@@ -31,7 +33,7 @@ NEAREST = 1e-12
 
 
 @frozen
-class ORPO:
+class ORPO(PairLoss):
     """Odds-ratio preference optimisation: NLL plus λ times the log-odds term; no reference model.
 
     With c̄ and r̄ the mean log-probabilities of the response tokens of chosen and rejected:
@@ -42,7 +44,7 @@ class ORPO:
     `nll` is the mean over all tokens of prompt and chosen response (`sft_scope = "full"`), or the mean over pairs of
     −c̄ (`"response"`, as in the paper). With ε = label_smoothing above 0, −(1−ε) log σ(log_odds) − ε log σ(−log_odds)
     takes the place of −log σ(log_odds); with `variant = "hinge"`, max(0, 1 − log_odds) does, and pairs that are apart
-    by that much are left alone. A pair, and each token of its NLL, counts with the weight of its chosen completion.
+    by that much are left alone. `max_loss` bounds that term of a pair. A pair, and each token of its NLL, counts with the weight of its chosen completion.
     """
 
     profile: ClassVar = PROFILE
@@ -90,7 +92,7 @@ class ORPO:
         full = self.sft_scope == "full"
         nll = chosen_nll(scores, batch, prompts=True) if full else mean_over_pairs(-chosen, batch)
         return LossOutput(
-            {"nll": nll, "odds": mean_over_pairs(odds, batch)},
+            {"nll": nll, "odds": mean_over_pairs(clipped(odds, self.max_loss), batch)},
             weights={"odds": self.beta},
             metrics=pair_metrics((chosen, rejected), scores, batch) | {"log_odds": mean_over_pairs(log_odds, batch)},
         )

@@ -15,6 +15,7 @@ from mortice.options import ge, gt, option
 from mortice_plugins.losses.pairs import (
     FROM_START,
     PROFILE,
+    PairLoss,
     chosen_nll,
     preference,
     sides,
@@ -24,7 +25,7 @@ from mortice_plugins.losses.pairs import (
 
 
 @frozen
-class SimPO:
+class SimPO(PairLoss):
     """Preference loss on mean log-probabilities with a target margin; no reference model.
 
     With c̄ and r̄ the mean log-probabilities of the tokens of chosen and rejected response, z = beta · (c̄ − r̄) − gamma
@@ -48,7 +49,7 @@ class SimPO:
     def __call__(self, scores: TokenLogprobs, batch: Batch, /) -> LossOutput:
         chosen, rejected = sides(self.beta * batch.mean(scores.logprobs), batch)  # [N]
         loss = smoothed(chosen - rejected - self.gamma, self.label_smoothing)
-        output = preference(loss, (chosen, rejected), scores, batch)
+        output = preference(loss, (chosen, rejected), scores, batch, self.max_loss)
         if not self.nll_weight:
             return output
         return evolve(

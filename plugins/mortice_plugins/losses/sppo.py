@@ -14,11 +14,11 @@ from attrs import frozen
 
 from mortice.batch import Batch, LossOutput, TokenLogprobs
 from mortice.options import gt, option
-from mortice_plugins.losses.pairs import PROFILE, log_ratios, preference, sides
+from mortice_plugins.losses.pairs import PROFILE, PairLoss, log_ratios, preference, sides
 
 
 @frozen
-class SPPO:
+class SPPO(PairLoss):
     """Squared distances of the log-ratios from ½/beta for the chosen and −½/beta for the rejected response.
 
     With C and R the summed log-ratios log π/π_ref of chosen and rejected response, the loss is the mean over pairs of
@@ -34,4 +34,4 @@ class SPPO:
         chosen, rejected = sides(batch.sum(log_ratios(scores, batch)), batch)  # [N]
         goal = 0.5 / self.beta
         loss = mx.square(chosen - goal) + mx.square(rejected + goal)
-        return preference(loss, (self.beta * chosen, self.beta * rejected), scores, batch)
+        return preference(loss, (self.beta * chosen, self.beta * rejected), scores, batch, self.max_loss)
