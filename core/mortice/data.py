@@ -289,8 +289,8 @@ def with_unrelated(
         following[here] = following[after] if same else after
     if any(groups[here].prompt_ids == groups[other].prompt_ids for here, other in enumerate(following)):
         raise DataError(
-            f"an answer to another prompt is needed for each prompt, and {'all prompts' if count > 1 else 'the prompt'} "
-            f"of {count} row{'s' * (count > 1)} {'are the same' if count > 1 else 'is the only one'}"
+            f"an answer to another prompt is needed for each prompt, and {count} row{'s' * (count > 1)} "
+            f"{'share' if count > 1 else 'has'} one prompt"
         )
 
     def beside(group: Group, other: Completion) -> Group:
