@@ -118,11 +118,7 @@ class RunConfig:
 
     def formats(self) -> dict[str, Any]:
         """Every format that can be had without options, by name."""
-        found = {}
-        for strategy in self.plugins.registry.all("data"):
-            with contextlib.suppress(PluginError, TypeError):
-                found[strategy.name] = strategy.load()()
-        return found
+        return formats_of(self.plugins)
 
     def __getattr__(self, name: str) -> Any:
         if name in STRATEGY_TABLES and name not in LISTS:
@@ -467,6 +463,15 @@ def _build(file: RunFile, plugins: Plugins, *, stem: str = "run", check_files: b
         file, plugins, core["model"], core["data"], core["train"], core["context"], core["reference"],
         (*chosen, *([form] if form else [])), run_path, origins,
     )  # fmt: skip
+
+
+def formats_of(plugins: Plugins) -> dict[str, Any]:
+    """Every format that can be had without options, by name."""
+    found = {}
+    for strategy in plugins.registry.all("data"):
+        with contextlib.suppress(PluginError, TypeError):
+            found[strategy.name] = strategy.load()()
+    return found
 
 
 def free_path(path: Path) -> Path:

@@ -255,6 +255,12 @@ regex_reward = _plugin(
 boxed_reward = _plugin(
     "reward", "mortice_plugins.rewards.boxed:Boxed", r"1 where the last \boxed{…} holds the right answer.", "boxed"
 )
+reward_model = _plugin(
+    "reward",
+    "mortice_plugins.rewards.reward_model:RewardModel",
+    "What a trained reward model says of the answer.",
+    "reward-model",
+)
 length_reward = _plugin(
     "reward", "mortice_plugins.rewards.length:Length", "1 where the length of the answer is within bounds.", "length"
 )

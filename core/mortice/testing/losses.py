@@ -24,18 +24,9 @@ from mortice.testing.batches import make_batch, make_group, make_scores
 
 REQUIREMENTS = frozenset(
     {
-        "pairs",
-        "groups",
-        "labels",
-        "scores",
-        "ref_logprobs",
-        "old_logprobs",
-        "advantages",
-        "prompt_logprobs",
-        "entropy",
-        "values",
-        "unrelated",
-    }  # fmt: skip
+        *("pairs", "groups", "labels", "scores", "advantages", "unrelated"),
+        *("ref_logprobs", "old_logprobs", "prompt_logprobs", "entropy", "values"),
+    }
 )
 """Everything that `requires` may name."""
 

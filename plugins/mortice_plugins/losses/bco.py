@@ -1,7 +1,7 @@
 """BCO: a binary classifier of chosen against rejected, whose logit is the reward.
 
 Jung et al., "Binary Classifier Optimization for Large Language Model Alignment", 2024 (arXiv:2404.04656). What it
-leaves out: the density ratio for prompts of unequal sources (UDM), which needs a classifier of prompts beside the model.
+leaves out: the density ratio for prompts of unequal sources (UDM), which needs a classifier of prompts.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class BCO(PairLoss):
 
     With C and R the summed log-ratios log π/π_ref of chosen and rejected response, the loss is the mean over pairs of
     −log σ(beta · C − δ) − log σ(−(beta · R − δ)): the sum of both sides, not their mean. With `shift = "none"` δ is 0;
-    with `"running"` it is the mean of all rewards beta · C and beta · R of the steps before, 0 in the first step, where a
-    policy that is its own reference has rewards of 0. It is a constant of the step, whatever its micro-batches are, and
-    part of checkpoints. `shift_decay` below 1 forgets: what earlier steps have counted, in sum and number, counts that
-    much of it after each further step. A pair counts with the weight of its chosen completion.
+    with `"running"` it is the mean of all rewards beta · C and beta · R of the steps before, and 0 in the first, where
+    a policy that is its own reference has rewards of 0. It is a constant of the step, whatever its micro-batches are,
+    and part of checkpoints. `shift_decay` below 1 forgets: what earlier steps have added to sum and number counts that
+    much of itself after each further step. A pair counts with the weight of its chosen completion.
     """
 
     requires: ClassVar = frozenset({"pairs", "ref_logprobs"})

@@ -1,8 +1,8 @@
 """The loss of a reward model: rewards whose difference is the log-odds that an answer is preferred.
 
 Bradley and Terry, "Rank analysis of incomplete block designs", 1952; for language models Ouyang et al., 2022
-(arXiv:2203.02155). The margin is that of Llama 2 (Touvron et al., 2023, arXiv:2307.09288), the centring that of Eisenstein
-et al., 2023 (arXiv:2312.09244). What it leaves out: rankings of more than two answers at once.
+(arXiv:2203.02155). The margin is that of Llama 2 (Touvron et al., 2023, arXiv:2307.09288), the centring that of
+Eisenstein et al., 2023 (arXiv:2312.09244). What it leaves out: rankings of more than two answers at once.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from mortice_plugins.losses.pairs import PairLoss, clipped, mean_over_pairs, sid
 class BradleyTerry(PairLoss):
     """Loss of a reward model: −log σ of the reward margin of chosen against rejected; with the head `reward`.
 
-    With r_c and r_r the rewards of chosen and rejected answer, ε = label_smoothing and m = r_c − r_r, less `margin` times
-    the gap of their ratings where that is above 0, the loss is the mean over pairs of
+    With r_c and r_r the rewards of chosen and rejected answer, ε = label_smoothing and m = r_c − r_r − `margin` · (the
+    gap of their ratings), the loss is the mean over pairs of
 
         −(1−ε) log σ(m) − ε log σ(−m)  +  center_weight · (r_c + r_r)²
 
-    The second term takes the place that a reward model is free to choose: rewards of 0 on the average. `max_loss` bounds
-    the first of a pair. A pair counts with the weight of its chosen completion.
+    A reward model may add any constant to its rewards; the second term makes them 0 on the average. `max_loss` bounds
+    the first term of a pair. A pair counts with the weight of its chosen completion.
     """
 
     profile: ClassVar = {
@@ -42,7 +42,7 @@ class BradleyTerry(PairLoss):
 
     margin: float = option(
         0.0,
-        help="how far rewards are to be apart, for each point that the ratings are; 0: not at all",
+        help="how far apart rewards are to be for each point between the ratings; 0: no margin",
         validator=ge(0.0),
     )
     center_weight: float = option(0.0, help="weight of (r_c + r_r)², which centres rewards at 0", validator=ge(0.0))

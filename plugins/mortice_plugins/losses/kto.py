@@ -31,8 +31,8 @@ class KTO:
 
     KL estimates the divergence of the policy from its reference, and has no gradient. `kl` says from what: the mean of
     log π/π_ref over answers to *other* prompts, one for each row (`"mismatched"`, as in the paper; one forward more
-    over these), over the answers of the step themselves (`"batch"`; one forward more over the step), or 0 (`"none"`). It
-    is one number for the whole step, or the whole validation, whatever the micro-batches are.
+    over these), over the answers of the step themselves (`"batch"`; one forward more over the step), or 0 (`"none"`).
+    It is one number for the whole step, or the whole validation, whatever the micro-batches are.
 
     Where one kind of answer is rarer, the paper weighs it so that desirable_weight · their number is 1 to 4/3 times
     undesirable_weight · theirs. Preference pairs train as well: their chosen answers are desirable, their rejected ones

@@ -44,7 +44,8 @@ class ORPO(PairLoss):
     `nll` is the mean over all tokens of prompt and chosen response (`sft_scope = "full"`), or the mean over pairs of
     −c̄ (`"response"`, as in the paper). With ε = label_smoothing above 0, −(1−ε) log σ(log_odds) − ε log σ(−log_odds)
     takes the place of −log σ(log_odds); with `variant = "hinge"`, max(0, 1 − log_odds) does, and pairs that are apart
-    by that much are left alone. `max_loss` bounds that term of a pair. A pair, and each token of its NLL, counts with the weight of its chosen completion.
+    by that much are left alone. `max_loss` bounds that term of a pair. A pair, and each token of its NLL, counts with
+    the weight of its chosen completion.
     """
 
     profile: ClassVar = PROFILE

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
-
 from attrs import frozen
 
 from mortice.batch import Batch, LossOutput, TokenLogprobs
