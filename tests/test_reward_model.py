@@ -218,7 +218,13 @@ def home(tmp_path_factory):
     return file
 
 
-TRAINING = ("train.steps=40", "train.batch_size=12", "optimizer.learning_rate=2e-2", "adapter.rank=8")
+TRAINING = (
+    "train.steps=40",
+    "train.batch_size=12",
+    "optimizer.learning_rate=2e-2",
+    "adapter.rank=8",
+    "train.validate_every=99",
+)
 
 
 @pytest.fixture(scope="module")

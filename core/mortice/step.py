@@ -93,9 +93,11 @@ class Engine:
         ]
 
     def _statistics(
-        self, params: Params, groups: Sequence[Group], arranged: Arranged, past: Statistics, poll: Callable[[], None]
-    ) -> dict[tuple[int, str], tuple[float, float]]:
-        """What losses go by beyond their micro-batch: of the past as given, else from a forward without gradient."""
+        self, params: Params, groups: Sequence[Group], arranged: Arranged, past: Statistics, poll: Callable[[], None],
+        *, as_trained: bool,
+    ) -> dict[tuple[int, str], tuple[float, float]]:  # fmt: skip
+        """What losses go by beyond their micro-batch: of the past as given, else from a forward without gradient, the
+        one by which the reference was scored, so that equal policies are exactly equal."""
         found = {
             (i, name): past.get((i, name), (0.0, 0.0))
             for i, loss in enumerate(self.losses)
@@ -111,11 +113,9 @@ class Engine:
             else:
                 micros = self.lay_out([group.unrelated for group in groups if group.unrelated is not None])
                 pieces = [(micro, make_batch(micro, self.requires & {"ref_logprobs"})) for micro in micros]
-            self.model.bind(params)
             for micro, batch in pieces:
                 poll()
-                objective = Objective(self.model, self.head, micro, temperature=self.temperature)
-                scores = objective(hidden_states(self.model, self.contexts(micro)), grad=False).scores
+                scores = self._scored(params, micro, as_trained=as_trained and kind == "step").scores
                 for i, loss in asking:
                     more = loss.statistics(scores, batch)
                     found = added(found, {(i, name): pair for name, pair in more.items()})
@@ -147,7 +147,7 @@ class Engine:
         arranged = self.arrange(groups)
         self.model.read()
         tally = Tally.start(self.losses, arranged.counts)
-        statistics = self._statistics(params, groups, arranged, past or {}, poll)
+        statistics = self._statistics(params, groups, arranged, past or {}, poll, as_trained=True)
         total: Gradients = {}
         for micro, batch in zip(arranged.micros, arranged.batches):
             poll()
@@ -172,7 +172,7 @@ class Engine:
         self.model.read()
         self.model.bind(params)
         tally = Tally.start(self.losses, arranged.counts)
-        statistics = self._statistics(params, groups, arranged, past or {}, poll)
+        statistics = self._statistics(params, groups, arranged, past or {}, poll, as_trained=False)
         for micro, batch in zip(arranged.micros, arranged.batches):
             poll()
             objective = Objective(
@@ -198,6 +198,9 @@ class Engine:
         self, params: Params, micro: MicroBatch, *, as_trained: bool = False
     ) -> list[list[tuple[float, ...]]]:  # fmt: skip
         """`logprobs` of one micro-batch."""
+        return split_scores(micro, self._scored(params, micro, as_trained=as_trained))
+
+    def _scored(self, params: Params, micro: MicroBatch, *, as_trained: bool) -> ObjectiveResult:
         self.model.read()
         self.model.bind(params)
         objective = Objective(
@@ -205,13 +208,12 @@ class Engine:
         )
         contexts = self.contexts(micro)
         if not as_trained:
-            result = objective.scored(hidden_states(self.model, contexts), traced=False, grad=False)
-        elif hasattr(self.backward, "score"):
-            result = self.backward.score(self.model, params, contexts, objective)
-        else:  # the whole of it then, for nothing but its forward
-            objective = Objective(self.model, self.head, micro, temperature=self.temperature, trainable=params)
-            result, _ = self.backward(self.model, params, contexts, objective)
-        return split_scores(micro, result)
+            return objective.scored(hidden_states(self.model, contexts), traced=False, grad=False)
+        if hasattr(self.backward, "score"):
+            return self.backward.score(self.model, params, contexts, objective)
+        # The whole of it then, for nothing but its forward.
+        objective = Objective(self.model, self.head, micro, temperature=self.temperature, trainable=params)
+        return self.backward(self.model, params, contexts, objective)[0]
 
 
 @frozen(eq=False)
