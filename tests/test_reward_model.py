@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from tiny_llama import CONFIG
-from tiny_run import configure, metrics, run, same, tiny_run, write_lines
+from tiny_run import WORDS, configure, metrics, run, same, tiny_run, write_lines
 
 from mortice import score
 from mortice.batch import SCORE, Completion, Group, Limits, Row, Span, TokenLogprobs
@@ -361,6 +361,28 @@ def test_a_reward_model_is_a_reward(home, trained):
         RewardModel(model=home.parent / "model", adapter=run(home, "train.steps=1").path / "adapter")(
             "a", {"prompt": "b"}
         )
+
+
+def test_pairs_of_own_answers_by_a_reward_model(home, trained, tmp_path, capsys):
+    model, output = str(home.parent / "model"), tmp_path / "pairs.jsonl"
+    write_lines(tmp_path / "prompts.jsonl", [{"prompt": f"{word}?"} for word in WORDS[:4]])
+    reward = f'{{name = "reward-model", model = "{model}", adapter = "{trained.path / "adapter"}"}}'
+    arguments = (
+        str(tmp_path / "prompts.jsonl"),
+        str(output),
+        "--reward",
+        reward,
+        "--threshold",
+        "0",
+        "-n",
+        "6",
+        "--json",
+    )
+    code, out, err = call(capsys, "pairs", model, *arguments)
+    assert (code, json.loads(out)["prompts"]) == (0, 4), err
+    assert json.loads(output.with_name("pairs.jsonl.samples.jsonl").read_text().splitlines()[0])
+    again = call(capsys, "pairs", model, *arguments)
+    assert (again[0], json.loads(again[1])["reused"]) == (0, 4)
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def pairs(
     facts = {
         "model": folder_facts(pretrained.path),
         "adapter": None if adapter is None else folder_facts(adapter.expanduser().absolute()),
-        "rewards": {each.name: asdict(each.reward) for each in scored},
+        "rewards": {each.name: asdict(each.reward, value_serializer=_fact) for each in scored},
         "template": "none" if raw else template,
         "template_variables": variables,
         "sampling": {
@@ -162,6 +162,15 @@ def pairs(
     print_table(None, ("", ""), [(name, text) for name, text in summary(outcome, choice.threshold) if text])
     print(f"\n{output}")
     return 0
+
+
+def _fact(instance: Any, field: Any, value: Any) -> Any:
+    """An option as JSON holds it; of a folder, what is in it counts."""
+    from mortice.pairing import folder_facts
+
+    if isinstance(value, Path):
+        return folder_facts(value.absolute()) if value.is_dir() else str(value)
+    return value
 
 
 def summary(outcome: Any, threshold: float) -> list[tuple[str, str]]:
