@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import random
+import shutil
 from functools import cache
 from string import ascii_lowercase
 
@@ -363,26 +364,22 @@ def test_a_reward_model_is_a_reward(home, trained):
         )
 
 
-def test_pairs_of_own_answers_by_a_reward_model(home, trained, tmp_path, capsys):
-    model, output = str(home.parent / "model"), tmp_path / "pairs.jsonl"
-    write_lines(tmp_path / "prompts.jsonl", [{"prompt": f"{word}?"} for word in WORDS[:4]])
-    reward = f'{{name = "reward-model", model = "{model}", adapter = "{trained.path / "adapter"}"}}'
-    arguments = (
-        str(tmp_path / "prompts.jsonl"),
-        str(output),
-        "--reward",
-        reward,
-        "--threshold",
-        "0",
-        "-n",
-        "6",
-        "--json",
-    )
-    code, out, err = call(capsys, "pairs", model, *arguments)
-    assert (code, json.loads(out)["prompts"]) == (0, 4), err
-    assert json.loads(output.with_name("pairs.jsonl.samples.jsonl").read_text().splitlines()[0])
-    again = call(capsys, "pairs", model, *arguments)
-    assert (again[0], json.loads(again[1])["reused"]) == (0, 4)
+def test_a_models_own_answers_are_scored_by_a_reward_model(home, trained, tmp_path, capsys):
+    """All are right here, so that no pair comes of them; another reward model under the same name is another one."""
+    model, folder = str(home.parent / "model"), tmp_path / "reward"
+    shutil.copytree(trained.path / "adapter", folder)
+    write_lines(tmp_path / "prompts.jsonl", [{"prompt": f"{word}?"} for word in WORDS[:2]])
+    reward = f'{{name = "reward-model", model = "{model}", adapter = "{folder}"}}'
+    files = (model, str(tmp_path / "prompts.jsonl"), str(tmp_path / "pairs.jsonl"))
+    arguments = (*files, "--reward", reward, "--threshold", "-99", "-n", "3")
+    code, _, err = call(capsys, "pairs", *arguments)
+    assert (code, "2 had only right answers" in err) == (2, True), err
+    lines = (tmp_path / "pairs.samples.jsonl").read_text().splitlines()
+    answers = [answer for line in lines[1:] for answer in json.loads(line)["answers"]]
+    assert len({answer["reward"] for answer in answers}) > 1
+    (folder / FILE).touch()
+    code, _, err = call(capsys, "pairs", *arguments)
+    assert (code, "holds answers that were made otherwise (rewards" in err) == (2, True), err
 
 
 @pytest.mark.parametrize(

@@ -553,7 +553,8 @@ def _disagreements(config: RunConfig) -> Iterator[str]:
             f"head {config.all('head')[0].name!r} with these options runs outside traces only, and backward "
             f"{config.all('backward')[0].name!r} runs it inside one (outside: {', '.join(able) or 'none'})"
         )
-    if (head := config.all("head")) and (wrong := at_odds(head[0], config.all("loss"))):
+    head = config.all("head")
+    if head and "values" in getattr(config.head, "provides", ()) and (wrong := at_odds(head[0], config.all("loss"))):
         yield wrong
     key = ("train", "micro_batch_size")
     if getattr(config.layout, "by_tokens", False) and config.train.micro_batch_size != 1:

@@ -13,11 +13,11 @@ from attrs import frozen
 
 from mortice.batch import Batch, LossOutput, TokenLogprobs
 from mortice.options import gt, option
-from mortice_plugins.losses.pairs import PROFILE, PairLoss, log_ratios, preference, sides
+from mortice_plugins.losses.pairs import PROFILE, log_ratios, max_loss_option, preference, sides
 
 
 @frozen
-class APOZero(PairLoss):
+class APOZero:
     """Chosen up and rejected down, each from its own anchor: for answers better than the model's own.
 
     With C and R the summed log-ratios log π/π_ref of chosen and rejected response, the loss is the mean over pairs of
@@ -28,6 +28,7 @@ class APOZero(PairLoss):
     profile: ClassVar = PROFILE
 
     beta: float = option(0.1, help="scale of rewards", validator=gt(0.0))
+    max_loss: float | None = max_loss_option()
 
     def __call__(self, scores: TokenLogprobs, batch: Batch, /) -> LossOutput:
         chosen, rejected = sides(self.beta * batch.sum(log_ratios(scores, batch)), batch)  # [N]
@@ -35,7 +36,7 @@ class APOZero(PairLoss):
 
 
 @frozen
-class APODown(PairLoss):
+class APODown:
     """Both responses down, the rejected one more: for answers worse than the model's own.
 
     With C and R the summed log-ratios log π/π_ref of chosen and rejected response, the loss is the mean over pairs of
@@ -46,6 +47,7 @@ class APODown(PairLoss):
     profile: ClassVar = PROFILE
 
     beta: float = option(0.1, help="scale of rewards", validator=gt(0.0))
+    max_loss: float | None = max_loss_option()
 
     def __call__(self, scores: TokenLogprobs, batch: Batch, /) -> LossOutput:
         chosen, rejected = sides(self.beta * batch.sum(log_ratios(scores, batch)), batch)  # [N]

@@ -14,11 +14,11 @@ from attrs import evolve, frozen
 
 from mortice.batch import Batch, LossOutput, TokenLogprobs
 from mortice.options import and_, gt, in_, le, option
-from mortice_plugins.losses.pairs import PROFILE, PairLoss, Sides, log_ratios, log_sigmoid, preference, sides
+from mortice_plugins.losses.pairs import PROFILE, Sides, log_ratios, log_sigmoid, max_loss_option, preference, sides
 
 
 @frozen
-class BCO(PairLoss):
+class BCO:
     """Binary cross-entropy with the reward as logit: chosen is 1, rejected 0; with or without a reward shift.
 
     With C and R the summed log-ratios log π/π_ref of chosen and rejected response, the loss is the mean over pairs of
@@ -43,6 +43,7 @@ class BCO(PairLoss):
         help="what earlier rewards still count of themselves after each step (1: a plain mean)",
         validator=and_(gt(0.0), le(1.0)),
     )
+    max_loss: float | None = max_loss_option()
 
     def __attrs_post_init__(self) -> None:
         if self.shift == "none" and self.shift_decay != 1:

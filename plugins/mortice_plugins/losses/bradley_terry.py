@@ -15,11 +15,11 @@ from attrs import frozen
 
 from mortice.batch import SCORE, Batch, LossOutput, TokenLogprobs
 from mortice.options import ge, option
-from mortice_plugins.losses.pairs import PairLoss, clipped, mean_over_pairs, sides, smoothed, smoothing_option
+from mortice_plugins.losses.pairs import clipped, max_loss_option, mean_over_pairs, sides, smoothed, smoothing_option
 
 
 @frozen
-class BradleyTerry(PairLoss):
+class BradleyTerry:
     """Loss of a reward model: −log σ of the reward margin of chosen against rejected; with the head `reward`.
 
     With r_c and r_r the rewards of chosen and rejected answer, ε = label_smoothing and m = r_c − r_r − `margin` · (the
@@ -47,6 +47,7 @@ class BradleyTerry(PairLoss):
     )
     center_weight: float = option(0.0, help="weight of (r_c + r_r)², which centres rewards at 0", validator=ge(0.0))
     label_smoothing: float = smoothing_option()
+    max_loss: float | None = max_loss_option()
 
     @classmethod
     def examples(cls) -> Iterable[BradleyTerry]:

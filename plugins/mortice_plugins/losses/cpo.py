@@ -17,8 +17,8 @@ from mortice.options import ge, gt, in_, option
 from mortice_plugins.losses.pairs import (
     FROM_START,
     PROFILE,
-    PairLoss,
     chosen_nll,
+    max_loss_option,
     preference,
     refuse_smoothed_hinge,
     sides,
@@ -28,7 +28,7 @@ from mortice_plugins.losses.pairs import (
 
 
 @frozen
-class CPO(PairLoss):
+class CPO:
     """Preference loss on summed log-probabilities, with the NLL of the chosen response; no reference model.
 
     With c and r the summed log-probabilities of chosen and rejected response, z = beta · (c − r) and ε =
@@ -51,6 +51,7 @@ class CPO(PairLoss):
     beta: float = option(0.1, help="scale of the margin", validator=gt(0.0))
     label_smoothing: float = smoothing_option("chance ε that a label is wrong (sigmoid)")
     nll_weight: float = option(1.0, help="weight of the chosen responses' NLL; 0 leaves it out", validator=ge(0.0))
+    max_loss: float | None = max_loss_option()
 
     @classmethod
     def examples(cls) -> Iterable[CPO]:

@@ -13,11 +13,11 @@ from attrs import frozen
 
 from mortice.batch import Batch, LossOutput, TokenLogprobs
 from mortice.options import and_, gt, lt, option
-from mortice_plugins.losses.pairs import PROFILE, PairLoss, log_ratios, log_sigmoid, preference, sides
+from mortice_plugins.losses.pairs import PROFILE, log_ratios, log_sigmoid, max_loss_option, preference, sides
 
 
 @frozen
-class DiscoPOP(PairLoss):
+class DiscoPOP:
     """Logistic loss for pairs in the wrong order, exponential loss for those in the right one.
 
     With C and R the summed log-ratios log π/π_ref of chosen and rejected response, z = beta · (C − R) and a = σ(z/tau),
@@ -32,6 +32,7 @@ class DiscoPOP(PairLoss):
     tau: float = option(
         0.05, help="width of the change from one loss to the other, below 1", validator=and_(gt(0.0), lt(1.0))
     )
+    max_loss: float | None = max_loss_option()
 
     def __call__(self, scores: TokenLogprobs, batch: Batch, /) -> LossOutput:
         chosen, rejected = sides(self.beta * batch.sum(log_ratios(scores, batch)), batch)  # [N]

@@ -21,10 +21,10 @@ from mortice.batch import Batch, LossOutput, TokenLogprobs
 from mortice.options import and_, fraction, gt, in_, le, option, optional
 from mortice_plugins.losses.pairs import (
     PROFILE,
-    PairLoss,
     Sides,
     log_ratios,
     log_sigmoid,
+    max_loss_option,
     preference,
     refuse_smoothed_hinge,
     sides,
@@ -37,7 +37,7 @@ STEEPEST = 30.0
 
 
 @frozen
-class DPO(PairLoss):
+class DPO:
     """Preference loss on the log-ratios of policy to reference: −log σ of the reward margin, and its variants.
 
     With C and R the summed log-ratios log π(y)/π_ref(y) of chosen and rejected response, z = beta · (g(C) − g(R)) is
@@ -84,6 +84,7 @@ class DPO(PairLoss):
     length_alpha: float = option(
         1.0, help="weight of the tokens beyond the length of the shorter response", validator=fraction
     )
+    max_loss: float | None = max_loss_option()
 
     @classmethod
     def examples(cls) -> Iterable[DPO]:

@@ -14,11 +14,11 @@ from attrs import frozen
 
 from mortice.batch import Batch, LossOutput, TokenLogprobs
 from mortice.options import and_, gt, lt, option
-from mortice_plugins.losses.pairs import PROFILE, PairLoss, log_ratios, log_sigmoid, preference, sides
+from mortice_plugins.losses.pairs import PROFILE, log_ratios, log_sigmoid, max_loss_option, preference, sides
 
 
 @frozen
-class EXO(PairLoss):
+class EXO:
     """Reverse KL between the policy's preference of a pair and its smoothed label.
 
     With C and R the summed log-ratios log π/π_ref of chosen and rejected response, z = beta · (C − R), and ε =
@@ -34,6 +34,7 @@ class EXO(PairLoss):
 
     beta: float = option(0.1, help="scale of rewards (β of the policy in the paper)", validator=gt(0.0))
     label_smoothing: float = option(1e-3, help="chance ε that a label is wrong", validator=and_(gt(0.0), lt(0.5)))
+    max_loss: float | None = max_loss_option()
 
     def __call__(self, scores: TokenLogprobs, batch: Batch, /) -> LossOutput:
         chosen, rejected = sides(self.beta * batch.sum(log_ratios(scores, batch)), batch)  # [N]

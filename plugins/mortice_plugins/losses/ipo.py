@@ -12,11 +12,11 @@ from attrs import frozen
 
 from mortice.batch import Batch, LossOutput, TokenLogprobs
 from mortice.options import gt, option
-from mortice_plugins.losses.pairs import PROFILE, PairLoss, log_ratios, preference, sides
+from mortice_plugins.losses.pairs import PROFILE, log_ratios, max_loss_option, preference, sides
 
 
 @frozen
-class IPO(PairLoss):
+class IPO:
     """Squared distance of the log-ratio margin from 1/(2·beta), on means over tokens.
 
     With c and r the mean log-ratios log π/π_ref of the tokens of chosen and rejected response, the loss is the mean
@@ -29,6 +29,7 @@ class IPO(PairLoss):
     profile: ClassVar = PROFILE
 
     beta: float = option(0.1, help="the wanted gap is 1/(2·beta) (τ in the paper)", validator=gt(0.0))
+    max_loss: float | None = max_loss_option()
 
     def __call__(self, scores: TokenLogprobs, batch: Batch, /) -> LossOutput:
         chosen, rejected = sides(batch.mean(log_ratios(scores, batch)), batch)  # [N]

@@ -12,11 +12,11 @@ from attrs import frozen
 
 from mortice.batch import Batch, LossOutput, TokenLogprobs
 from mortice.options import gt, option
-from mortice_plugins.losses.pairs import PROFILE, PairLoss, log_ratios, log_sigmoid, preference, sides
+from mortice_plugins.losses.pairs import PROFILE, log_ratios, log_sigmoid, max_loss_option, preference, sides
 
 
 @frozen
-class NCA(PairLoss):
+class NCA:
     """Noise contrastive alignment of pairs: each reward against 0, not only against the other one.
 
     With C and R the summed log-ratios log π/π_ref of chosen and rejected response, c = beta · C and r = beta · R, the
@@ -28,6 +28,7 @@ class NCA(PairLoss):
     profile: ClassVar = PROFILE
 
     beta: float = option(0.1, help="scale of rewards", validator=gt(0.0))
+    max_loss: float | None = max_loss_option()
 
     def __call__(self, scores: TokenLogprobs, batch: Batch, /) -> LossOutput:
         chosen, rejected = sides(self.beta * batch.sum(log_ratios(scores, batch)), batch)  # [N]

@@ -17,9 +17,9 @@ from mortice.options import ge, in_, option
 from mortice_plugins.losses.pairs import (
     FROM_START,
     PROFILE,
-    PairLoss,
     chosen_nll,
     clipped,
+    max_loss_option,
     mean_over_pairs,
     pair_metrics,
     refuse_smoothed_hinge,
@@ -33,7 +33,7 @@ NEAREST = 1e-12
 
 
 @frozen
-class ORPO(PairLoss):
+class ORPO:
     """Odds-ratio preference optimisation: NLL plus λ times the log-odds term; no reference model.
 
     With c̄ and r̄ the mean log-probabilities of the response tokens of chosen and rejected:
@@ -66,6 +66,7 @@ class ORPO(PairLoss):
         help='"static": beta as it is; "adaptive": the controller `adaptive-lambda` steers it by validation',
         validator=in_(("static", "adaptive")),
     )
+    max_loss: float | None = max_loss_option()
 
     @property
     def brings(self) -> Mapping[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
-from attrs import frozen
 
 from mortice.batch import Batch, LossOutput, TokenLogprobs
 from mortice.options import and_, ge, gt, le, option, optional
@@ -28,11 +27,9 @@ PROFILE = {
 }
 
 
-@frozen
-class PairLoss:
-    """Options of every loss of pairs."""
-
-    max_loss: float | None = option(
+def max_loss_option() -> Any:
+    """The option `max_loss`, of every loss of pairs."""
+    return option(
         None,
         help="largest loss of a pair: one beyond it counts as much as this and has no gradient (against wrong labels)",
         validator=optional(gt(0.0)),

@@ -15,8 +15,8 @@ from mortice.options import ge, gt, option
 from mortice_plugins.losses.pairs import (
     FROM_START,
     PROFILE,
-    PairLoss,
     chosen_nll,
+    max_loss_option,
     preference,
     sides,
     smoothed,
@@ -25,7 +25,7 @@ from mortice_plugins.losses.pairs import (
 
 
 @frozen
-class SimPO(PairLoss):
+class SimPO:
     """Preference loss on mean log-probabilities with a target margin; no reference model.
 
     With c̄ and r̄ the mean log-probabilities of the tokens of chosen and rejected response, z = beta · (c̄ − r̄) − gamma
@@ -45,6 +45,7 @@ class SimPO(PairLoss):
     gamma: float = option(0.5, help="target of the scaled margin", validator=ge(0.0))
     label_smoothing: float = smoothing_option()
     nll_weight: float = option(0.0, help="weight of the chosen responses' NLL (CPO-SimPO)", validator=ge(0.0))
+    max_loss: float | None = max_loss_option()
 
     def __call__(self, scores: TokenLogprobs, batch: Batch, /) -> LossOutput:
         chosen, rejected = sides(self.beta * batch.mean(scores.logprobs), batch)  # [N]

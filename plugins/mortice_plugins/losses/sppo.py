@@ -14,11 +14,11 @@ from attrs import frozen
 
 from mortice.batch import Batch, LossOutput, TokenLogprobs
 from mortice.options import gt, option
-from mortice_plugins.losses.pairs import PROFILE, PairLoss, log_ratios, preference, sides
+from mortice_plugins.losses.pairs import PROFILE, log_ratios, max_loss_option, preference, sides
 
 
 @frozen
-class SPPO(PairLoss):
+class SPPO:
     """Squared distances of the log-ratios from ½/beta for the chosen and −½/beta for the rejected response.
 
     With C and R the summed log-ratios log π/π_ref of chosen and rejected response, the loss is the mean over pairs of
@@ -29,6 +29,7 @@ class SPPO(PairLoss):
     profile: ClassVar = PROFILE
 
     beta: float = option(0.1, help="the log-ratios are to be ±½/beta (1/η in the paper)", validator=gt(0.0))
+    max_loss: float | None = max_loss_option()
 
     def __call__(self, scores: TokenLogprobs, batch: Batch, /) -> LossOutput:
         chosen, rejected = sides(batch.sum(log_ratios(scores, batch)), batch)  # [N]
