@@ -45,7 +45,7 @@ class Flops:
 
 def step_flops(engine: Engine, params: Params, groups: Sequence[Group]) -> Flops:
     """Of a step over `groups` with LoRA on linear layers alone; the reference's forward is not counted."""
-    micros = engine.layout(groups, engine.limits, prompt_targets="prompt_logprobs" in engine.requires)
+    micros = engine.lay_out(groups)
     rows = [row for micro in micros for row in micro.rows]
     config = engine.model.config
     heads = config["num_attention_heads"]

@@ -92,7 +92,7 @@ def test_case_b60_a_mistake_in_a_process_is_one_message_with_exit_code_2(run_fil
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr == (
         "mortice: run.toml:7: loss.bta: unknown key; did you mean 'beta'? "
-        "(allowed here: beta, label_smoothing, lambda_schedule, sft_scope, variant, weight)\n"
+        "(allowed here: beta, label_smoothing, lambda_schedule, max_loss, sft_scope, variant, weight)\n"
     )
 
 

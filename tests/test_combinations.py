@@ -28,8 +28,9 @@ from attrs import evolve, field, frozen
 from tiny_llama import CONFIG
 from tiny_run import plugin
 
-from mortice.batch import Completion, Group, Limits, LossOutput, TokenLogprobs
+from mortice.batch import LABEL, SCORE, Completion, Group, Limits, LossOutput, TokenLogprobs
 from mortice.context import Randomness
+from mortice.data import with_unrelated
 from mortice.errors import ConfigError
 from mortice.linear import Embedding, Linear, Quantization, quantized
 from mortice.model import Model, Output, Part
@@ -66,7 +67,7 @@ PACKED = Quantization(4, 32)
 def _groups() -> list[Group]:
     """Groups that offer whatever a loss may require: pairs (also with several rejected answers, and with the chosen one
     behind), unequal lengths, one-token answers, masked tokens, different prompts, weights, old and reference
-    log-probabilities, advantages and rewards."""
+    log-probabilities, advantages, rewards, labels, ratings, and answers to other prompts."""
     rng = np.random.default_rng(0)
 
     def completion(length: int, *, mask: Sequence[bool] | None = None, **more: Any) -> Completion:
@@ -78,11 +79,12 @@ def _groups() -> list[Group]:
             ref_logprobs=near[1].tolist(),
             advantage=float(rng.normal()),
             reward=float(rng.normal()),
+            extras={LABEL: float(rng.integers(2)), SCORE: float(rng.normal())},
             **more,
         )
         return found if mask is None else evolve(found, loss_mask=mask)
 
-    return [
+    groups = [
         Group("pair", [1, 2, 3, 4], [completion(3, weight=0.5), completion(1)], ((0, 1),)),
         Group(
             "several",
@@ -93,6 +95,9 @@ def _groups() -> list[Group]:
         Group("prompts", [7, 8], [completion(2), completion(3, prompt_ids=(9, 10, 11))], ((0, 1),)),
         Group("behind", [12], [completion(1), completion(6, mask=[False, True, True, False, True, True])], ((1, 0),)),
     ]
+    beside = with_unrelated(groups, 99)
+    unrelated = [group.unrelated.with_completions([completion(2 + i)]) for i, group in enumerate(beside)]
+    return [evolve(group, unrelated=other) for group, other in zip(groups, unrelated)]
 
 
 GROUPS = _groups()
@@ -331,7 +336,7 @@ def compute(
     made, params = ready
     engine = Engine(made, head.value, backward, layout, (WeightedLoss("loss", loss.value),), limits)
     tally, gradients = engine.gradients(params, GROUPS, Randomness(0, 0))
-    logprobs = dict(zip([group.id for group in GROUPS], tally.logprobs(GROUPS), strict=True))
+    logprobs = dict(zip([group.id for group in GROUPS], tally.scores(GROUPS), strict=True))
     return Found(tally.loss, engine.evaluate(params, GROUPS).loss, logprobs, gradients)
 
 

@@ -18,6 +18,7 @@ from mortice.batch import Completion, Group
 from mortice.config import build_strategy, config_from_dict
 from mortice.errors import ConfigError
 from mortice.plugins import load_plugins
+from mortice.structure import fields
 from mortice.testing import LossSuite, loss_value, make_batch, make_group, make_scores
 from mortice_plugins.losses.apo import APODown, APOZero
 from mortice_plugins.losses.bco import BCO
@@ -285,6 +286,41 @@ def test_a_pair_counts_with_its_weight(name):
     weighted = value(loss, [once, heavy], [own, other], prompts)
     assert weighted == pytest.approx(value(loss, [once, *light], [own, *[other] * 3], prompts), rel=1e-5)
     assert weighted != pytest.approx(value(loss, [once, light[0]], [own, other], prompts), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", CONFIGURED)
+def test_the_loss_of_a_pair_is_clipped(name):
+    """Of two pairs the one with the larger loss counts as much as `max_loss`, and has no gradient."""
+    term = "odds" if isinstance(CONFIGURED[name], ORPO) else "preference"
+    groups = [pair([-1.0] * 2, [-2.0] * 2, id="a"), pair([-3.0], [-1.0], id="b")]
+    logprobs = [[[-0.9] * 2, [-1.2] * 2], [[-3.5], [-0.5]]]
+    prompts = [[-1.0]] * 2
+
+    def of(loss, which):
+        own = [groups[i] for i in which]
+        scores = make_scores(own, [logprobs[i] for i in which], loss.requires, prompts=[prompts[i] for i in which])
+        return loss(scores, make_batch(own, loss.requires)).terms[term][0].item()
+
+    alone = [of(CONFIGURED[name], [i]) for i in (0, 1)]
+    limit = sum(alone) / 2
+    assert min(alone) < limit < max(alone)
+    loss = evolve(CONFIGURED[name], max_loss=limit)
+    assert of(loss, [0, 1]) == pytest.approx(min(alone) + limit, rel=1e-5)
+    whole = evolve(loss, sft_scope="response") if isinstance(loss, ORPO) else loss
+    pulls = gradient(whole, groups, logprobs, terms={term})
+    high, low = (pulls[4:], pulls[:4]) if alone[1] > alone[0] else (pulls[:4], pulls[4:])
+    assert not any(high) and any(low)
+
+
+def test_every_registered_loss_of_pairs_can_be_clipped():
+    losses = [strategy.load() for strategy in load_plugins().registry.all("loss")]
+    of_pairs = [cls for cls in losses if "pairs" in getattr(cls(), "requires", ()) or cls is ORPO]
+    assert len(of_pairs) >= 13
+    assert all("max_loss" in fields(cls) for cls in of_pairs)
+    with pytest.raises(ValueError, match="max_loss"):
+        DPO(max_loss=0.0)
+    with pytest.raises(ConfigError, match=r"loss\.max_loss: unknown key"):
+        build_strategy(load_plugins(), "loss", {"name": "sft", "max_loss": 1.0})
 
 
 @pytest.mark.parametrize("name", CONFIGURED)

@@ -42,6 +42,13 @@ CASES = [
 HEADS = ["dense", {"name": "flash-cce", "token_tile": 7, "vocab_tile": 100}]
 BACKWARDS = ["full", {"name": "segmented", "segment_size": 1}, {"name": "segmented", "segment_size": 3}]
 LAYOUTS = ["separate", "prefix-shared"]
+WAYS = [
+    *itertools.product(HEADS, BACKWARDS, LAYOUTS),
+    ({"name": "chunked", "chunk": 5}, "full", "packed"),
+    ({"name": "chunked", "chunk": 5}, {"name": "segmented", "segment_size": 1}, "separate"),
+    ("dense", {"name": "checkpoint", "segment_size": 1}, "prefix-shared"),
+    (HEADS[1], {"name": "checkpoint", "segment_size": 3}, "packed"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +82,7 @@ def relative(found, expected) -> float:
     return math.sqrt(difference / sum(mx.square(v).sum().item() for v in expected.values()))
 
 
-@pytest.mark.parametrize(("head", "backward", "layout"), list(itertools.product(HEADS, BACKWARDS, LAYOUTS)))
+@pytest.mark.parametrize(("head", "backward", "layout"), WAYS)
 @pytest.mark.parametrize(("name", "loss", "which"), CASES, ids=[c[0] for c in CASES])
 def test_losses_and_gradients_equal_the_reference(shared, pairs, expected, name, loss, which, head, backward, layout):
     groups = pairs if which == "pairs" else chosen_only(pairs) if which == "chosen" else [pairs[which]]
@@ -86,6 +93,25 @@ def test_losses_and_gradients_equal_the_reference(shared, pairs, expected, name,
     want = expected[name]["loss"]
     assert abs(found.loss - want) <= 1e-5 * max(1.0, abs(want))
     assert relative(found.gradients, peft_gradients(shared / "losses" / f"grads_{name}.safetensors")) < 1e-4
+
+
+def test_every_reference_value_that_is_no_form_of_grpo_is_compared(expected):
+    assert {name for name in expected if not name.startswith("form_")} == {name for name, _, _ in CASES}
+
+
+@pytest.mark.parametrize(("head", "backward", "layout"), WAYS[::3])
+def test_losses_add_up_by_their_weights(shared, pairs, expected, head, backward, layout):
+    """DPO with a tenth of the NLL of the chosen answers: loss and gradient are the sum of both references."""
+    found = score(
+        shared / "losses" / "base", pairs, loss=["dpo", {"name": "sft", "weight": 0.1}], head=head, backward=backward,
+        layout=layout, adapter=shared / "losses" / "adapter", reference="base", gradients=True, micro_batch_size=3,
+    )  # fmt: skip
+    assert found.loss == pytest.approx(expected["trl_dpo"]["loss"] + 0.1 * expected["sft_completion"]["loss"], rel=1e-5)
+    assert found.metrics["dpo/preference"] == pytest.approx(expected["trl_dpo"]["loss"], rel=1e-5)
+    dpo, sft = (
+        peft_gradients(shared / "losses" / f"grads_{n}.safetensors") for n in ("trl_dpo", "sft_completion")
+    )  # fmt: skip
+    assert relative(found.gradients, {name: value + 0.1 * sft[name] for name, value in dpo.items()}) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["minicpm5", "smollm2", "llama3_rope", "qwen3"])

@@ -316,8 +316,8 @@ def test_a_non_finite_gradient_skips_the_step_and_is_counted(home, monkeypatch, 
     gradients = Engine.gradients
 
     def broken_at(*steps):
-        def broken(self, params, groups, randomness, poll):
-            tally, found = gradients(self, params, groups, randomness, poll)
+        def broken(self, params, groups, randomness, *more):
+            tally, found = gradients(self, params, groups, randomness, *more)
             if randomness.step in steps:
                 found = {name: value * float("nan") for name, value in found.items()}
             return tally, found

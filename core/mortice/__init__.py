@@ -18,12 +18,13 @@ _LAZY = {
     "Scores": "mortice.scoring",
     "hookimpl": "mortice.hookspecs",
     "load": "mortice.pretrained",
+    "open_rater": "mortice.rating",
     "option": "mortice.options",
     "run": "mortice.launch",
     "score": "mortice.scoring",
 }
 
-_COMPUTE = {"mortice.launch", "mortice.pretrained", "mortice.scoring"}
+_COMPUTE = {"mortice.launch", "mortice.pretrained", "mortice.rating", "mortice.scoring"}
 
 if TYPE_CHECKING:
     from mortice.batch import Batch, Completion, Group, LossOutput, TokenLogprobs
@@ -31,11 +32,12 @@ if TYPE_CHECKING:
     from mortice.launch import run
     from mortice.options import option
     from mortice.pretrained import load
+    from mortice.rating import open_rater
     from mortice.scoring import Scores, score
 
 __all__ = [
     "Batch", "Completion", "Group", "LossOutput", "Scores", "TokenLogprobs",
-    "hookimpl", "load", "option", "run", "score",
+    "hookimpl", "load", "open_rater", "option", "run", "score",
 ]  # fmt: skip
 
 

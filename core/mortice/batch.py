@@ -24,6 +24,8 @@ Gradients: TypeAlias = "dict[str, mx.array]"
 
 SCORE = "score"
 """The rating of an answer, where its record has one, among a completion's `extras`."""
+LABEL = "label"
+"""1 for a desirable answer, 0 for an undesirable one, where its record says so, among a completion's `extras`."""
 
 
 def _tuple(value: Iterable[Any]) -> tuple[Any, ...]:
@@ -92,6 +94,9 @@ class Group:
     """The record it came from, for rewards and for showing it."""
     pair_weights: tuple[float, ...] = field(default=(), converter=_tuple)
     """Of each pair, times the weight of its chosen completion; empty where all are 1."""
+    unrelated: Group | None = None
+    """The prompt before an answer to another one, for losses that estimate on such how far the policy has gone from its
+    reference (`requires` `unrelated`)."""
 
     def __attrs_post_init__(self) -> None:
         if self.pair_weights and len(self.pair_weights) != len(self.pairs):
@@ -202,6 +207,12 @@ class MicroBatch:
 
     groups: tuple[Group, ...] = field(converter=_tuple)
     rows: tuple[Row, ...] = field(converter=_tuple)
+    given: tuple[Group, ...] = field(converter=_tuple)
+    """The same groups as they came, where what is laid out differs (`mortice.rows.read_through`)."""
+
+    @given.default
+    def _as_laid_out(self) -> tuple[Group, ...]:
+        return self.groups
 
     def completions(self) -> Iterator[tuple[int, Group, int, Completion]]:
         """(index in the micro-batch, group, index in the group, completion), in the order of `owner`."""
@@ -249,6 +260,9 @@ class Batch:
     """How many groups the batch holds."""
     rewards: mx.array
     """`[C]` float32; zeros where there are none."""
+    labels: mx.array
+    """`[C]` float32: 1 for a desirable completion, 0 for an undesirable one, NaN where neither is known. What a record
+    says, else: chosen is desirable and rejected is not."""
     owners: mx.array
     """`[C, M]` bool: which scored tokens each completion owns, prompt targets excluded."""
     old_logprobs: mx.array | None = None
@@ -257,6 +271,8 @@ class Batch:
     """`[M]` float32, zero at prompt targets."""
     extras: Mapping[str, mx.array] = field(factory=dict)
     """`[C]` float32 each: what completions carry in `extras`; absent values are NaN."""
+    statistics: Mapping[str, mx.array] = field(factory=dict)
+    """Numbers that the loss goes by beyond this micro-batch, by name: see `mortice.protocols.Loss`."""
 
     def sum(self, x: mx.array) -> mx.array:
         """Sum of a per-token vector over the scored tokens of each completion: `[M] → [C]`, prompt excluded."""

@@ -118,11 +118,7 @@ class RunConfig:
 
     def formats(self) -> dict[str, Any]:
         """Every format that can be had without options, by name."""
-        found = {}
-        for strategy in self.plugins.registry.all("data"):
-            with contextlib.suppress(PluginError, TypeError):
-                found[strategy.name] = strategy.load()()
-        return found
+        return formats_of(self.plugins)
 
     def __getattr__(self, name: str) -> Any:
         if name in STRATEGY_TABLES and name not in LISTS:
@@ -469,6 +465,15 @@ def _build(file: RunFile, plugins: Plugins, *, stem: str = "run", check_files: b
     )  # fmt: skip
 
 
+def formats_of(plugins: Plugins) -> dict[str, Any]:
+    """Every format that can be had without options, by name."""
+    found = {}
+    for strategy in plugins.registry.all("data"):
+        with contextlib.suppress(PluginError, TypeError):
+            found[strategy.name] = strategy.load()()
+    return found
+
+
 def free_path(path: Path) -> Path:
     """The path, or the first of path-2, path-3, … that does not exist or is empty."""
     number, found = 1, path
@@ -519,6 +524,8 @@ def check_requirements(config: RunConfig) -> None:
     for kind in PROVIDERS:
         for chosen in config.all(kind):
             have |= set(getattr(chosen.options, "provides", ()))
+    if "pairs" in have:
+        have.add("labels")  # chosen and rejected
     problems = []
     for chosen in (*config.all("loss"), *config.all("filter")):
         lacking = sorted(set(getattr(chosen.options, "requires", ())) - have)
@@ -546,12 +553,30 @@ def _disagreements(config: RunConfig) -> Iterator[str]:
             f"head {config.all('head')[0].name!r} with these options runs outside traces only, and backward "
             f"{config.all('backward')[0].name!r} runs it inside one (outside: {', '.join(able) or 'none'})"
         )
+    head = config.all("head")
+    if head and "values" in getattr(config.head, "provides", ()) and (wrong := at_odds(head[0], config.all("loss"))):
+        yield wrong
     key = ("train", "micro_batch_size")
     if getattr(config.layout, "by_tokens", False) and config.train.micro_batch_size != 1:
         yield (
             f"{config.file.where(key)}train.micro_batch_size: layout {config.all('layout')[0].name!r} fills rows up to "
             "its own budget of tokens; drop this key"
         )
+
+
+def at_odds(head: Chosen, losses: Sequence[Chosen]) -> str | None:
+    """What is wrong where a head gives values and a loss goes by log-probabilities, or the other way round."""
+    gives = "values" in getattr(head.options, "provides", ())
+    for loss in losses:
+        takes = "values" in getattr(loss.options, "requires", ())
+        if gives and not takes:
+            return (
+                f"loss {loss.name!r} goes by log-probabilities, and head {head.name!r} gives values instead; "
+                "choose another head, or a loss of values"
+            )
+        if takes and not gives:
+            return f"loss {loss.name!r} goes by values, and head {head.name!r} gives log-probabilities"
+    return None
 
 
 def _provided(strategy: Strategy) -> Any:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from attrs import asdict, define, evolve, frozen
 
-from mortice.batch import Group
+from mortice.batch import SCORE, Completion, Group
 from mortice.errors import DataError, nearest
 from mortice.protocols import DataFormat, Filter
 from mortice.tokenizer import Tokenizer
@@ -271,6 +271,46 @@ def _accepted(
     records = [record for record in misshapen if isinstance(record, Mapping)]
     fits = [other for other, reader in formats().items() if records and all(map(reader.matches, records))]
     return text + (f"\nformat = {' or '.join(repr(fit) for fit in fits)} would read them" if fits else "")
+
+
+def with_unrelated(
+    groups: Sequence[Group], max_length: int, side: str = "keep-end", bos_id: int | None = None
+) -> list[Group]:
+    """Each group with its prompt before an answer to another one (`Group.unrelated`), cut to length: the first answer
+    of the next group that has another prompt, after the last one those of the beginning.
+
+    Raises DataError where there is no other prompt.
+    """
+    count = len(groups)
+    following = [0] * count
+    for place in range(2 * count - 1, -1, -1):  # backwards, and twice around: the end looks beyond itself
+        here, after = place % count, (place + 1) % count
+        same = groups[here].prompt_ids == groups[after].prompt_ids
+        following[here] = following[after] if same else after
+    if any(groups[here].prompt_ids == groups[other].prompt_ids for here, other in enumerate(following)):
+        raise DataError(
+            f"an answer to another prompt is needed for each prompt, and {count} row{'s' * (count > 1)} "
+            f"{'share' if count > 1 else 'has'} one prompt"
+        )
+
+    def beside(group: Group, other: Completion) -> Group:
+        answer = Completion(other.ids, other.loss_mask, text=other.text)
+        cut = truncate(Group(f"{group.id}/unrelated", group.prompt_ids, [answer]), max_length, side, bos_id)
+        assert cut is not None  # the answer was cut to length, and had something to score, behind its own prompt
+        return cut
+
+    return [
+        evolve(group, unrelated=beside(group, groups[other].completions[0]))
+        for group, other in zip(groups, following)
+    ]  # fmt: skip
+
+
+def check_scores(groups: Iterable[Group]) -> None:
+    """Raises DataError for answers without a rating, which a loss goes by."""
+    bare = [group.id for group in groups if any(SCORE not in c.extras for c in group.completions)]
+    if bare:
+        more = f" and {len(bare) - 3} more" if len(bare) > 3 else ""
+        raise DataError(f"the loss goes by ratings of the answers, and {', '.join(bare[:3])}{more} have none")
 
 
 def check_vocabulary(groups: Iterable[Group], vocab: int) -> None:

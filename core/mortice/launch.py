@@ -105,7 +105,7 @@ def prepare(config: RunConfig, notices: Notices | None = None, *, train: bool = 
     import mlx.core as mx
 
     from mortice.config import check_requirements
-    from mortice.data import check_vocabulary
+    from mortice.data import check_scores, check_vocabulary
     from mortice.pretrained import load, random_model
     from mortice.protocols import Policy, SourceContext
     from mortice.reference_policy import reference_of_run
@@ -162,6 +162,8 @@ def prepare(config: RunConfig, notices: Notices | None = None, *, train: bool = 
     known = getattr(source, "known", None)
     if known is not None:
         check_vocabulary(known(), model.output.vocab)
+        if "scores" in engine.requires:
+            check_scores(known())
     total = _total_steps(config, source)
     reference = None
     if "ref_logprobs" in engine.requires:

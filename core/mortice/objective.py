@@ -18,7 +18,7 @@ import numpy as np
 from attrs import evolve, field, frozen
 
 from mortice import staging
-from mortice.batch import Batch, Gradients, LossOutput, MicroBatch, TokenLogprobs
+from mortice.batch import LABEL, Batch, Completion, Gradients, LossOutput, MicroBatch, TokenLogprobs
 from mortice.linear import on_cpu
 from mortice.model import Model, Output
 from mortice.protocols import Head, Loss
@@ -40,9 +40,25 @@ class WeightedLoss:
     def from_start(self) -> Mapping[str, str]:
         return getattr(self.loss, "from_start", {})
 
+    @property
+    def statistics_of(self) -> str | None:
+        """Where the numbers come from that the loss goes by: `step`, `unrelated`, `past`, or None."""
+        return getattr(self.loss, "statistics_of", None)
+
+    def statistics(self, scores: TokenLogprobs, batch: Batch) -> dict[str, tuple[float, float]]:
+        """(total, count) of each of them in one micro-batch."""
+        loss: Any = self.loss
+        found = loss.statistics(scores, batch)
+        return {name: (number(total), number(count)) for name, (total, count) in found.items()}
+
+    def statistics_names(self, batch: Batch) -> list[str]:
+        return [] if self.statistics_of is None else list(self.statistics(placeholder_scores(batch), batch))
+
 
 Counts = Mapping[tuple[int, str], float]
 """(index of the loss, term) → the count of the whole optimizer step."""
+Statistics = Mapping[tuple[int, str], tuple[float, float]]
+"""(index of the loss, name) → total and count of a number that the loss goes by."""
 
 
 def requirements(losses: Sequence[WeightedLoss]) -> frozenset[str]:
@@ -83,6 +99,14 @@ def make_batch(micro: MicroBatch, requires: frozenset[str] = frozenset()) -> Bat
         return mx.array(np.asarray([default if v is None else v for v in values], dtype=np.float32))
 
     extras = sorted({name for _, _, _, c in completions for name in c.extras})
+    preferred, other = ({int(pair[side]) for pair in pairs} for side in (0, 1))
+
+    def label(index: int, completion: Completion) -> float | None:
+        told = completion.extras.get(LABEL)
+        if told is None and (index in preferred) != (index in other):
+            told = float(index in preferred)
+        return told
+
     return Batch(
         owner=mx.array(owner),
         is_prompt=mx.array(is_prompt),
@@ -93,6 +117,7 @@ def make_batch(micro: MicroBatch, requires: frozenset[str] = frozenset()) -> Bat
         advantages=per_completion([c.advantage for _, _, _, c in completions], 0.0),
         weights=per_completion([c.weight for _, _, _, c in completions], 1.0),
         rewards=per_completion([c.reward for _, _, _, c in completions], 0.0),
+        labels=per_completion([label(i, c) for i, _, _, c in completions], float("nan")),
         owners=mx.array(owners),
         groups=len(micro.groups),
         old_logprobs=per_token("old_logprobs"),
@@ -109,13 +134,18 @@ def count_terms(losses: Sequence[WeightedLoss], batch: Batch) -> dict[tuple[int,
         if own is not None:
             found = own(batch)
         else:
-            scored = batch.owner.shape[0]
-            flat = mx.full((scored,), -1.0)
-            scores = TokenLogprobs(flat, lse=flat, entropy=flat, values=flat)
-            found = {name: count for name, (_, count) in weighted.loss(scores, batch).terms.items()}
+            nothing = {name: mx.array(0.0) for name in weighted.statistics_names(batch)}
+            output = weighted.loss(placeholder_scores(batch), evolve(batch, statistics=nothing))
+            found = {name: count for name, (_, count) in output.terms.items()}
         for name, count in found.items():
             counts[index, name] = number(count)
     return counts
+
+
+def placeholder_scores(batch: Batch) -> TokenLogprobs:
+    """Scores that stand in where only counts and names matter."""
+    flat = mx.full((batch.owner.shape[0],), -1.0)
+    return TokenLogprobs(flat, lse=flat, entropy=flat, values=flat)
 
 
 def number(value: Any) -> float:
@@ -156,12 +186,16 @@ class Objective:
         losses: Sequence[WeightedLoss] = (),
         batch: Batch | None = None,
         counts: Counts | None = None,
+        statistics: Statistics | None = None,
         temperature: float = 1.0,
         trainable: Mapping[str, Any] | None = None,
     ) -> None:
         self._model, self._head = model, head
         self._losses, self._counts = losses, counts or {}
         self._batch = batch
+        self._statistics: dict[int, dict[str, mx.array]] = {}
+        for (i, name), (total, count) in (statistics or {}).items():
+            self._statistics.setdefault(i, {})[name] = mx.array(total / count if count else 0.0)
         self._temperature = temperature
         self._trainable = trainable or {}
         self._index = [mx.array(row.index) for row in micro.rows]
@@ -275,7 +309,8 @@ class Objective:
         metrics: dict[str, tuple[mx.array, mx.array]] = {}
         for i, weighted in enumerate(self._losses):
             assert self._batch is not None
-            found = weighted.loss(scores, self._batch)
+            batch = evolve(self._batch, statistics=self._statistics[i]) if i in self._statistics else self._batch
+            found = weighted.loss(scores, batch)
             for name, (total, _) in found.terms.items():
                 terms[i, name] = mx.array(total, dtype=mx.float32) if not isinstance(total, mx.array) else total
                 count = self._counts[i, name]

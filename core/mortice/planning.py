@@ -106,12 +106,12 @@ def workload(engine: Engine, groups: Sequence[Group], batch_size: int) -> Worklo
     starts = sorted({round(last * i / (STEPS - 1)) for i in range(STEPS)})
     steps = [_laid_out(engine, longest[start : start + batch_size]) for start in starts]
     largest = max((micro for micros in steps for micro in micros), key=lambda micro: micro.tokens)
-    return Workload(largest.groups, len(steps[0]), sum(micro.tokens for micro in steps[0]))
+    return Workload(largest.given, len(steps[0]), sum(micro.tokens for micro in steps[0]))
 
 
 def _laid_out(engine: Engine, groups: Sequence[Group]) -> Sequence[MicroBatch]:
     filled = [_filled(group) for group in groups]
-    return engine.layout(filled, engine.limits, prompt_targets="prompt_logprobs" in engine.requires)
+    return engine.lay_out(filled)
 
 
 def _filled(group: Group) -> Group:
@@ -122,7 +122,8 @@ def _filled(group: Group) -> Group:
             c, ref_logprobs=c.ref_logprobs or zeros, old_logprobs=c.old_logprobs or zeros, advantage=advantage
         )  # fmt: skip
 
-    return group.with_completions([fill(c) for c in group.completions])
+    unrelated = None if group.unrelated is None else _filled(group.unrelated)
+    return evolve(group, completions=[fill(c) for c in group.completions], unrelated=unrelated)
 
 
 def estimate(

@@ -29,7 +29,7 @@ from mortice.randomness import stable_key
 
 if TYPE_CHECKING:
     from mortice.plugins import Plugins
-    from mortice.protocols import Adapter, ModelAdapter, Params
+    from mortice.protocols import Adapter, Head, ModelAdapter, Params
     from mortice.registry import Strategy
     from mortice.tokenizer import Tokenizer
 
@@ -335,6 +335,16 @@ def adapter_strategy(plugins: Plugins, folder: Path) -> Strategy:
             return strategy
     have = ", ".join(s.name for s in strategies) or "none"
     raise CheckpointError(f"{folder} is no adapter that can be read (adapter kinds: {have})")
+
+
+def open_head(plugins: Plugins, folder: Path, model: Model) -> tuple[Head, Params] | None:
+    """The head whose weights lie in an adapter's folder, put into the model, and these weights; None where no head
+    claims the folder. Raises CheckpointError for weights that do not fit."""
+    for strategy in plugins.registry.all("head"):
+        cls: Any = strategy.load()
+        if hasattr(cls, "claims") and cls.claims(folder):
+            return cls.from_folder(folder, model)
+    return None
 
 
 def some(names: Iterable[str], most: int = 8) -> str:

@@ -39,12 +39,22 @@ class Loss(Protocol):
     """A pure function of log-probabilities. No I/O, no `.item()`, no state.
 
     `requires` (a class attribute or a property of the configured instance) names what it needs of the batch:
-    `pairs`, `groups` (K > 1), `ref_logprobs`, `old_logprobs`, `advantages`, `prompt_logprobs`, `entropy`, `values`.
+    `pairs`, `groups` (K > 1), `labels`, `scores` (ratings of all answers), `ref_logprobs`, `old_logprobs`,
+    `advantages`, `prompt_logprobs`, `entropy`, `values` (of a head that gives these instead of log-probabilities),
+    `unrelated`.
     The counts of its terms must not depend on the scores. A loss may say them itself in
     `counts(batch) → {term: count}`; without it they are read from a call with placeholder scores.
     `profile` (optional) maps dotted keys of the run file to the values this loss is best run with. `from_start`
     (optional) maps names of further validation metrics to metrics of the loss: each is by how much that one has changed
     since the first validation of the run.
+
+    A loss that goes by numbers of more than its micro-batch (a mean over the whole step, a running mean) has
+    `statistics(scores, batch) → {name: (total, count)}`, as pure as itself, and says in `statistics_of` what it is
+    called with: `"step"`, everything of the step, in a forward without gradient ahead of it; `"unrelated"`, the same of
+    each group's `unrelated` one (which `requires` then names); `"past"`, the scores of each step as it runs. Totals and
+    counts are summed over all micro-batches, of `"past"` over all steps before, where those of earlier steps count
+    `statistics_decay` (default 1) times as much with each step and are part of checkpoints. The loss finds total /
+    count in `batch.statistics[name]`, a constant: 0 where nothing was counted.
     """
 
     def __call__(self, scores: TokenLogprobs, batch: Batch, /) -> LossOutput: ...
@@ -64,7 +74,10 @@ class Head(Protocol):
     `head_outside_traces = True` gives it; `ready()` (optional) is called once outside every trace, before the first
     score, for what has to be checked on the machine. `output_for(model)` (optional) gives the matrix it multiplies by,
     where that is not the model's own. A head with weights of its own has `attach(model, seed) → params`, which puts
-    them into the model as a part, and `save(params, folder)`, which adds them to the adapter's folder.
+    them into the model as a part, and `save(params, folder)`, which adds them to the adapter's folder; the classmethods
+    `claims(folder)` and `from_folder(folder, model) → (head, params)` open them again. `reads_last = True` says that it
+    reads the hidden state of each completion's last scored token, once, and not the states that predict its tokens:
+    `hidden [M, D]` then has one row a completion, and the targets mean nothing.
     """
 
     def score(

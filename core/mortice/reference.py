@@ -120,11 +120,16 @@ class Reference:
         return self._cache
 
     def fill(self, groups: Sequence[Group], *, training: bool = False, exact: bool = False) -> list[Group]:
-        """The groups with `ref_logprobs` on every completion; those that have them keep them.
+        """The groups with `ref_logprobs` on every completion, also of their `unrelated` ones; those that have them keep
+        them.
 
-        `training`: scored by the forward of training, else by that of evaluation. `exact`: to the last bit as it
-        would be in just these micro-batches; else what was scored beside other groups will do.
+        `training`: scored by the forward of training, else by that of evaluation, which `unrelated` ones always are.
+        `exact`: to the last bit as it would be in just these micro-batches; else what was scored beside other groups
+        will do.
         """
+        if any(group.unrelated is not None for group in groups):
+            others = iter(self.fill([g.unrelated for g in groups if g.unrelated is not None], exact=exact))
+            groups = [g if g.unrelated is None else evolve(g, unrelated=next(others)) for g in groups]
         lacking = {id(group) for group in groups if _lacks(group)}
         if not lacking:
             return list(groups)
@@ -164,7 +169,8 @@ class Reference:
     def score_other(self, source: LiveSource, total: int, batch_size: int, tell: Callable[[str], None]) -> None:
         """Load the other model, score all groups of a run of so many steps that are not kept yet, and let it go."""
         assert self.other is not None
-        groups = [group for group in needed(source, total) if _lacks(group)]
+        both = (one for group in needed(source, total) for one in (group, group.unrelated))
+        groups = [group for group in both if group is not None and _lacks(group)]
         lacking = [group for group in groups if not self._has(group, ELSEWHERE)]
         self._announce(len(lacking), len(groups), tell)
         if not lacking:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from mortice.batch import Group, Limits, MicroBatch, Row, Span
+from attrs import evolve
+
+from mortice.batch import Completion, Group, Limits, MicroBatch, Row, Span
 
 
 class RowBuilder:
@@ -56,6 +58,21 @@ class RowBuilder:
     def row(self) -> Row:
         columns = list(zip(*self._scored)) or [()] * 5
         return Row(self._tokens, self._spans, *columns)
+
+
+def read_through(group: Group) -> Group:
+    """The group for a head that reads the hidden state *of* each completion's last scored token.
+
+    One target more stands behind that token, and it alone is scored: so every layout runs the token and scores its
+    state. The target's id means nothing. What follows the last scored token is left out.
+    """
+
+    def ended(completion: Completion) -> Completion:
+        stop = max((j + 1 for j, kept in enumerate(completion.loss_mask) if kept), default=0)
+        ids, mask = (*completion.ids[:stop], 0), (*[False] * stop, stop > 0)
+        return evolve(completion, ids=ids, loss_mask=mask, ref_logprobs=None, old_logprobs=None)
+
+    return group.with_completions([ended(completion) for completion in group.completions])
 
 
 def prompt_owner(group: Group) -> int:

@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, field, frozen
 
-from mortice.batch import Completion, Gradients, Group, Limits
+from mortice.batch import LABEL, SCORE, Completion, Gradients, Group, Limits
 from mortice.errors import ConfigError, DataError, suggest
 
 if TYPE_CHECKING:
     from mortice.plugins import Plugins
 
-_KEYS = ("prompt_ids", "completions", "loss_masks", "rewards", "advantages", "old_logprobs", "ref_logprobs")
+_KEYS = (
+    "prompt_ids", "completions", "loss_masks", "labels", "scores", "rewards", "advantages", "old_logprobs",
+    "ref_logprobs",
+)  # fmt: skip
 
 
 @frozen
@@ -28,7 +31,8 @@ class Scores:
     metrics: Mapping[str, float]
     """Each term of the loss and each of its metrics."""
     logprobs: list[list[float]]
-    """One list for each completion, groups in order: a float32 log-probability a token, NaN outside its loss mask."""
+    """One list for each completion, groups in order: a float32 log-probability a token, NaN outside its loss mask. Of a
+    head that gives values, these."""
     ref_logprobs: list[list[float]] | None = None
     """The same under the reference policy, where the loss needs it."""
     gradients: Gradients | None = field(default=None, repr=False)
@@ -39,7 +43,7 @@ def score(
     model: str | Path,
     groups: Sequence[Mapping[str, Any]],
     *,
-    loss: str | Mapping[str, Any],
+    loss: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]],
     head: str | Mapping[str, Any] = "dense",
     backward: str | Mapping[str, Any] = "full",
     layout: str | Mapping[str, Any] = "separate",
@@ -53,9 +57,10 @@ def score(
     """Score token ids with a model on disk.
 
     `model` is a folder or a hub id, `adapter` an mlx-lm or PEFT adapter folder. `loss`, `head`, `backward` and
-    `layout` are names or tables as in the run file (`{"name": "orpo", "beta": 0.1}`). Each group is a mapping with
-    `prompt_ids` and `completions` (lists of ids) and optionally `loss_masks`, `rewards`, `advantages`, `old_logprobs`
-    and `ref_logprobs`, one entry a completion; for a loss of pairs the first completion is the chosen one.
+    `layout` are names or tables as in the run file (`{"name": "orpo", "beta": 0.1}`); a list of losses is added up by
+    their weights. Each group is a mapping with `prompt_ids` and `completions` (lists of ids) and optionally
+    `loss_masks`, `labels` (true for a desirable one), `scores`, `rewards`, `advantages`, `old_logprobs` and
+    `ref_logprobs`, one entry a completion; for a loss of pairs the first completion is the chosen one.
     `reference` is `initial` (the adapter as given, or the base where there is none), `base`, or a folder: an adapter,
     or another model of the same tokenizer.
 
@@ -68,7 +73,8 @@ def score(
     from mortice import blas
 
     blas.load()
-    from mortice.config import build_strategy
+    from mortice.config import at_odds, build_strategy
+    from mortice.data import with_unrelated
     from mortice.objective import WeightedLoss, requirements
     from mortice.plugins import load_plugins
     from mortice.pretrained import load
@@ -77,25 +83,36 @@ def score(
     plugins = plugins or load_plugins()
     chosen = {
         kind: build_strategy(plugins, kind, table)
-        for kind, table in (("loss", loss), ("head", head), ("backward", backward), ("layout", layout))
+        for kind, table in (("head", head), ("backward", backward), ("layout", layout))
     }
-    losses = (WeightedLoss(chosen["loss"].name, chosen["loss"].options, chosen["loss"].weight),)
+    tables = [loss] if isinstance(loss, (str, Mapping)) else list(loss)
+    named = [build_strategy(plugins, "loss", table) for table in tables]
+    losses = tuple(WeightedLoss(each.name, each.options, each.weight) for each in named)
     if temperature <= 0:
         raise ConfigError(f"temperature must be > 0, found {temperature}")
     if micro_batch_size is not None and micro_batch_size < 1:
         raise ConfigError(f"micro_batch_size must be at least 1, found {micro_batch_size}")
     requires = requirements(losses)
     found = parse_groups(groups, pairs="pairs" in requires)
-    _check_requirements(chosen["loss"].name, requires, found)
+    for each in losses:
+        _check_requirements(each.name, each.requires, found)
+    if "unrelated" in requires:
+        longest = max(len(g.prompt_of(k)) + len(c.ids) for g in found for k, c in enumerate(g.completions))
+        found = with_unrelated(found, 2 * longest)
+
+    if wrong := at_odds(chosen["head"], named):
+        raise ConfigError(wrong)
 
     pretrained = load(model, plugins=plugins, adapter=adapter)
     params = dict(pretrained.params)
     if gradients and not params:
         params = _float_weights(pretrained.model)
+    scorer, own = _with_weights(chosen["head"].options, pretrained.model, adapter)
+    params |= own
     pretrained.model.mark_trainable(params)
     engine = Engine(
         pretrained.model,
-        chosen["head"].options,
+        scorer,
         chosen["backward"].options,
         chosen["layout"].options,
         losses,
@@ -115,7 +132,7 @@ def score(
     return Scores(
         loss=values.pop("loss"),
         metrics=values,
-        logprobs=[list(tokens) for group in tally.logprobs(found) for tokens in group],
+        logprobs=[list(tokens) for group in tally.scores(found) for tokens in group],
         ref_logprobs=ref_logprobs,
         gradients=grads,
     )
@@ -145,7 +162,7 @@ def _group(index: int, given: Mapping[str, Any], with_pairs: bool) -> Group:
     columns = {}
     for key, name in (
         ("loss_masks", "loss_mask"), ("rewards", "reward"), ("advantages", "advantage"),
-        ("old_logprobs", "old_logprobs"), ("ref_logprobs", "ref_logprobs"),
+        ("old_logprobs", "old_logprobs"), ("ref_logprobs", "ref_logprobs"), ("labels", "labels"), ("scores", "scores"),
     ):  # fmt: skip
         if given.get(key) is not None:
             if not hasattr(given[key], "__len__") or isinstance(given[key], str):
@@ -153,9 +170,13 @@ def _group(index: int, given: Mapping[str, Any], with_pairs: bool) -> Group:
             if len(given[key]) != count:
                 raise DataError(f"{where}: {key!r} has {len(given[key])} entries for {count} completions")
             columns[name] = given[key]
+    extras: list[dict[str, float]] = [{} for _ in range(count)]
+    for key, name in (("labels", LABEL), ("scores", SCORE)):
+        for own, value in zip(extras, columns.pop(key, ())):
+            own[name] = float(value)
     try:
         completions = [
-            Completion(ids, **{name: column[k] for name, column in columns.items()})
+            Completion(ids, extras=extras[k], **{name: column[k] for name, column in columns.items()})
             for k, ids in enumerate(given["completions"])
         ]
         pairs = tuple((0, k) for k in range(1, count)) if with_pairs else ()
@@ -170,7 +191,11 @@ def _group(index: int, given: Mapping[str, Any], with_pairs: bool) -> Group:
 
 def _check_requirements(loss: str, requires: frozenset[str], groups: Sequence[Group]) -> None:
     have = {"ref_logprobs", "prompt_logprobs", "entropy"}
-    have |= {"pairs"} if all(group.pairs for group in groups) else set()
+    have |= {"pairs", "labels"} if all(group.pairs for group in groups) else set()
+    have |= {"unrelated"} if len({group.prompt_ids for group in groups}) > 1 else set()
+    for name, key in (("labels", LABEL), ("scores", SCORE)):
+        if all(key in c.extras for g in groups for c in g.completions):
+            have.add(name)
     have |= {"groups"} if all(len(group.completions) > 1 for group in groups) else set()
     for name in ("advantage", "old_logprobs"):
         if all(getattr(c, name) is not None for g in groups for c in g.completions):
@@ -178,6 +203,15 @@ def _check_requirements(loss: str, requires: frozenset[str], groups: Sequence[Gr
     lacking = sorted(requires - have - {"values"})
     if lacking:
         raise ConfigError(f"loss {loss!r} needs {', '.join(lacking)}, which not every group has")
+
+
+def _with_weights(head: Any, model: Any, adapter: str | Path | None) -> tuple[Any, dict[str, Any]]:
+    """A head with the weights that it brings: those in the adapter's folder, or fresh ones."""
+    if not hasattr(head, "attach"):
+        return head, {}
+    if adapter is not None and hasattr(head, "claims") and head.claims(Path(adapter)):
+        return head.from_folder(Path(adapter), model)
+    return head, dict(head.attach(model, 0))
 
 
 def _float_weights(model: Any) -> dict[str, Any]:

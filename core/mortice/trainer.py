@@ -23,10 +23,12 @@ import mlx.core as mx
 from attrs import define, field, frozen
 from mlx.utils import tree_flatten
 
+from mortice import atomic
 from mortice.batch import Gradients, Group
 from mortice.checkpoint import Checkpoint, RunFolder
 from mortice.context import Randomness
 from mortice.errors import ConfigError, TrainingError, suggest
+from mortice.objective import Statistics
 from mortice.protocols import (
     Adapter,
     Controller,
@@ -39,7 +41,7 @@ from mortice.protocols import (
     Tracker,
 )
 from mortice.reference import Reference, coming
-from mortice.step import Engine, clip
+from mortice.step import Engine, clip, saved_statistics
 
 
 @frozen
@@ -153,6 +155,8 @@ class Trainer:
     """Options that controllers have changed so far."""
     start: dict[str, float] = field(factory=dict)
     """The first validation."""
+    past: Statistics = field(factory=dict)
+    """Of past steps: what losses go by that are told of these."""
     _live: list[LiveTracker] = field(factory=list)
     _best: float | None = None
     _saved_step: int | None = None
@@ -224,9 +228,10 @@ class Trainer:
         mx.reset_peak_memory()
         groups = self._with_reference(groups, training=True)
         randomness = Randomness(self.seed, self.step, self.turn)
-        tally, gradients = self.engine.gradients(self.params, groups, randomness, self.signals.poll)
+        tally, gradients = self.engine.gradients(self.params, groups, randomness, self.signals.poll, self.past)
         rate = self.learning_rate(self.step)
         norm = self._update(gradients, rate)
+        self.past = self.engine.past_after(self.past, tally)
         seconds = time.perf_counter() - start
         self.step += 1
         self.tokens += tally.tokens
@@ -310,7 +315,7 @@ class Trainer:
 
     def _evaluate(self, groups: Sequence[Group]) -> dict[str, float]:
         groups = self._with_reference(groups, training=False)
-        return self.engine.evaluate(self.params, groups, self.signals.poll).values()
+        return self.engine.evaluate(self.params, groups, self.signals.poll, self.past).values()
 
     def _score_ahead(self, reference: Reference) -> None:
         """The groups of training under the reference; those held out follow when they are first evaluated."""
@@ -378,6 +383,7 @@ class Trainer:
                 "controllers": dict(self.controller_state),
                 "overrides": dict(self.overrides),
                 "start": self.start,
+                "statistics": saved_statistics(self.engine.losses, self.past),
             },
         )
         path = self.folder.save(checkpoint, self._write_weights, self._watched())
@@ -388,10 +394,13 @@ class Trainer:
     def _write_weights(self, folder: Path) -> None:
         """The adapter's folder, and in it what the head trains."""
         own = {name: value for name, value in self.params.items() if name not in self.head_params}
-        self.adapter.save(self.engine.model, own, folder)
-        if self.head_params:
-            head: Any = self.engine.head
-            head.save({name: self.params[name] for name in self.head_params}, folder)
+        if not self.head_params:
+            self.adapter.save(self.engine.model, own, folder)
+            return
+        head: Any = self.engine.head
+        with atomic.writing_folder(folder) as part:
+            self.adapter.save(self.engine.model, own, part)
+            head.save({name: self.params[name] for name in self.head_params}, part)
 
     def _log(self, metrics: Mapping[str, float]) -> None:
         for tracker in self._live:

@@ -60,7 +60,7 @@ nca = _plugin(
 bco = _plugin(
     "loss",
     "mortice_plugins.losses.bco:BCO",
-    "Binary cross-entropy with the reward as logit: chosen is 1, rejected 0; no reward shift.",
+    "Binary cross-entropy with the reward as logit: chosen is 1, rejected 0; with or without a reward shift.",
     "bco",
 )
 sppo = _plugin(
@@ -99,6 +99,18 @@ cpo = _plugin(
     "Preference loss on summed log-probabilities, with the NLL of the chosen response; no reference model.",
     "cpo",
 )
+kto = _plugin(
+    "loss",
+    "mortice_plugins.losses.kto:KTO",
+    "Preference loss of single answers that are labelled desirable or not; no pairs.",
+    "kto",
+)
+bradley_terry = _plugin(
+    "loss",
+    "mortice_plugins.losses.bradley_terry:BradleyTerry",
+    "Loss of a reward model: −log σ of the reward margin of chosen against rejected.",
+    "bradley-terry",
+)
 adaptive_lambda = _plugin(
     "controller",
     "mortice_plugins.controllers.adaptive_lambda:AdaptiveLambda",
@@ -116,6 +128,12 @@ chunked = _plugin(
     "mortice_plugins.heads.chunked:Chunked",
     "Full logits of a few tokens at a time: simple, with the memory of one chunk.",
     "chunked",
+)
+reward = _plugin(
+    "head",
+    "mortice_plugins.heads.reward:Reward",
+    "One reward for each answer, read off the hidden state of its last token; weights of its own.",
+    "reward",
 )
 segmented = _plugin(
     "backward",
@@ -181,6 +199,12 @@ hh = _plugin(
     'Pairs of whole transcripts, "Human: … Assistant: …"; the last answers are scored.',
     "hh",
 )
+unpaired = _plugin(
+    "data",
+    "mortice_plugins.formats.unpaired:Unpaired",
+    "A prompt, its answer, and whether that is desirable.",
+    "unpaired",
+)
 chat = _plugin("data", "mortice_plugins.formats.chat:Chat", "A list of messages; assistant turns are scored.", "chat")
 completion = _plugin(
     "data", "mortice_plugins.formats.completion:CompletionFormat", "A prompt and its completion.", "completion"
@@ -230,6 +254,12 @@ regex_reward = _plugin(
 )
 boxed_reward = _plugin(
     "reward", "mortice_plugins.rewards.boxed:Boxed", r"1 where the last \boxed{…} holds the right answer.", "boxed"
+)
+reward_model = _plugin(
+    "reward",
+    "mortice_plugins.rewards.reward_model:RewardModel",
+    "What a trained reward model says of the answer.",
+    "reward-model",
 )
 length_reward = _plugin(
     "reward", "mortice_plugins.rewards.length:Length", "1 where the length of the answer is within bounds.", "length"

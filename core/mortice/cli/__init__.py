@@ -23,6 +23,7 @@ COMMANDS = {
     "plan": ("plan:plan", "Predict peak memory and time, or what fits a memory limit."),
     "data": ("data:data", "Show how records tokenize, what is scored and what is cut."),
     "pairs": ("pairs:pairs", "Make preference pairs from a model's own answers and a checker."),
+    "score": ("score:score", "Rate the answers in a data file with a trained reward model."),
     "list": ("list_strategies:show", "List the strategies of all installed plugins."),
     "describe": ("describe:describe", "Show a strategy and its options, or what a model folder holds."),
     "plugins": ("plugins:plugins", "List installed plugins and what failed to load."),

@@ -131,7 +131,7 @@ def pairs(
     facts = {
         "model": folder_facts(pretrained.path),
         "adapter": None if adapter is None else folder_facts(adapter.expanduser().absolute()),
-        "rewards": {each.name: asdict(each.reward) for each in scored},
+        "rewards": {each.name: asdict(each.reward, value_serializer=_fact) for each in scored},
         "template": "none" if raw else template,
         "template_variables": variables,
         "sampling": {
@@ -164,6 +164,15 @@ def pairs(
     return 0
 
 
+def _fact(instance: Any, field: Any, value: Any) -> Any:
+    """An option as JSON holds it; of a folder, what is in it counts."""
+    from mortice.pairing import folder_facts
+
+    if isinstance(value, Path):
+        return folder_facts(value.absolute()) if value.is_dir() else str(value)
+    return value
+
+
 def summary(outcome: Any, threshold: float) -> list[tuple[str, str]]:
     """What became of the prompts, in words."""
 
@@ -185,24 +194,27 @@ def summary(outcome: Any, threshold: float) -> list[tuple[str, str]]:
 
 def rewards_of(texts: tuple[str, ...], plugins: Any) -> Any:
     """Rewards by name, or as inline TOML tables. Raises ConfigError or PluginError."""
-    import tomllib
-
-    from mortice.config import build_strategy
     from mortice.rewards import named
 
     if not texts:
         raise ConfigError(f"--reward is missing (available: {', '.join(plugins.registry.names('reward')) or 'none'})")
-    found = []
-    for text in texts:
-        table: Any = text
-        if text.lstrip().startswith("{"):
-            try:
-                table = tomllib.loads(f"reward = {text}")["reward"]
-            except tomllib.TOMLDecodeError as error:
-                raise ConfigError(f"--reward {text}: no inline TOML table: {error}") from error
+    chosen = [strategy_of(plugins, "reward", text, "--reward") for text in texts]
+    return named([(each.name, each.options) for each in chosen])
+
+
+def strategy_of(plugins: Any, kind: str, text: str, flag: str) -> Any:
+    """A strategy by name, or as an inline TOML table with its options. Raises ConfigError or PluginError."""
+    import tomllib
+
+    from mortice.config import build_strategy
+
+    table: Any = text
+    if text.lstrip().startswith("{"):
         try:
-            chosen = build_strategy(plugins, "reward", table)
-        except ConfigError as error:
-            raise ConfigError(f"--reward {text}: {str(error).replace('configuration: ', '')}") from error
-        found.append((chosen.name, chosen.options))
-    return named(found)
+            table = tomllib.loads(f"{kind} = {text}")[kind]
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{flag} {text}: no inline TOML table: {error}") from error
+    try:
+        return build_strategy(plugins, kind, table)
+    except ConfigError as error:
+        raise ConfigError(f"{flag} {text}: {str(error).replace('configuration: ', '')}") from error

@@ -17,12 +17,16 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from mortice.batch import Batch, Group, LossOutput, TokenLogprobs
+from mortice.batch import LABEL, SCORE, Batch, Group, LossOutput, TokenLogprobs
+from mortice.objective import WeightedLoss
 from mortice.protocols import Loss
 from mortice.testing.batches import make_batch, make_group, make_scores
 
 REQUIREMENTS = frozenset(
-    {"pairs", "groups", "ref_logprobs", "old_logprobs", "advantages", "prompt_logprobs", "entropy", "values"}
+    {
+        *("pairs", "groups", "labels", "scores", "advantages", "unrelated"),
+        *("ref_logprobs", "old_logprobs", "prompt_logprobs", "entropy", "values"),
+    }
 )
 """Everything that `requires` may name."""
 
@@ -64,7 +68,7 @@ class LossSuite:
         return [self._filled(group, seed) for seed, group in enumerate(groups)]
 
     def _filled(self, group: Group, seed: int) -> Group:
-        """Advantages, rewards, old and reference log-probabilities, drawn with this seed."""
+        """Advantages, rewards, labels, ratings, old and reference log-probabilities, drawn with this seed."""
         rng = np.random.default_rng(100 + seed)
         return group.with_completions(
             [
@@ -72,10 +76,11 @@ class LossSuite:
                     completion,
                     advantage=float(rng.normal()),
                     reward=float(rng.normal()),
+                    extras={LABEL: float((seed + k) % 2), SCORE: float(rng.normal()), **completion.extras},
                     old_logprobs=(-rng.uniform(0.2, 3.0, len(completion.ids))).tolist(),
                     ref_logprobs=(-rng.uniform(0.2, 3.0, len(completion.ids))).tolist(),
                 )
-                for completion in group.completions
+                for k, completion in enumerate(group.completions)
             ]
         )
 
@@ -90,9 +95,20 @@ class LossSuite:
         scores = make_scores(groups, logprobs, self.requires, prompts=prompts)
         return evolve(scores, entropy=-scores.logprobs, values=scores.logprobs)
 
+    def batch(self, groups: Sequence[Group], step: Sequence[Group] | None = None) -> Batch:
+        """What the loss sees of the groups in a step of just these, or of others too.
+
+        Statistics are those of the step's own scores, wherever a run takes them from."""
+        batch, loss = make_batch(groups, self.requires), WeightedLoss("loss", self.loss)
+        if loss.statistics_of is None:
+            return batch
+        whole = groups if step is None else step
+        found = loss.statistics(self.scores(whole), make_batch(whole, self.requires))
+        return evolve(batch, statistics={name: mx.array(total / count) for name, (total, count) in found.items()})
+
     def value_and_gradient(self, groups: Sequence[Group], scores: TokenLogprobs) -> tuple[LossOutput, mx.array]:
         """What the loss returns, and the gradient of the sum of its weighted terms by what the head gives, `[M]`."""
-        batch = make_batch(groups, self.requires)
+        batch = self.batch(groups)
         primary = "values" if "values" in self.requires else "logprobs"
 
         def weighted(x: mx.array) -> mx.array:
@@ -105,9 +121,14 @@ class LossSuite:
     def test_requires_what_there_is(self) -> None:
         assert self.requires <= REQUIREMENTS
 
+    def test_statistics_say_what_they_are_of(self) -> None:
+        of = getattr(self.loss, "statistics_of", None)
+        assert of in (None, "step", "unrelated", "past")
+        assert ("unrelated" in self.requires) == (of == "unrelated")
+
     def test_terms_are_totals_and_counts(self) -> None:
         groups = self.groups()
-        output = self.loss(self.scores(groups), make_batch(groups, self.requires))
+        output = self.loss(self.scores(groups), self.batch(groups))
         assert output.terms
         assert set(output.weights) <= set(output.terms)
         for total, count in output.terms.values():
@@ -118,7 +139,7 @@ class LossSuite:
 
     def test_is_pure(self) -> None:
         groups = self.groups()
-        batch, scores = make_batch(groups, self.requires), self.scores(groups)
+        batch, scores = self.batch(groups), self.scores(groups)
         before = mx.array(scores.logprobs)
         values = [loss_value([self.loss(scores, batch)]) for _ in range(3)]
         assert len(set(values)) == 1
@@ -126,7 +147,7 @@ class LossSuite:
 
     def test_counts_do_not_depend_on_scores(self) -> None:
         groups = self.groups()
-        batch = make_batch(groups, self.requires)
+        batch = self.batch(groups)
 
         def counts(scores: TokenLogprobs) -> dict[str, float]:
             return {name: number(count) for name, (_, count) in self.loss(scores, batch).terms.items()}
@@ -155,22 +176,22 @@ class LossSuite:
         groups = self.groups()
         starts = np.cumsum((0, *sizes))
         parts = [groups[start : start + size] for start, size in zip(starts, sizes)]
-        whole = loss_value([self.loss(self.scores(groups), make_batch(groups, self.requires))])
-        split = loss_value([self.loss(self.scores(part), make_batch(part, self.requires)) for part in parts])
+        whole = loss_value([self.loss(self.scores(groups), self.batch(groups))])
+        split = loss_value([self.loss(self.scores(part), self.batch(part, groups)) for part in parts])
         assert split == pytest.approx(whole, rel=1e-5, abs=1e-6)
 
     def test_order_of_groups_does_not_matter(self) -> None:
         groups = self.groups()
         turned = groups[::-1]
-        whole = loss_value([self.loss(self.scores(groups), make_batch(groups, self.requires))])
-        other = loss_value([self.loss(self.scores(turned), make_batch(turned, self.requires))])
+        whole = loss_value([self.loss(self.scores(groups), self.batch(groups))])
+        other = loss_value([self.loss(self.scores(turned), self.batch(turned))])
         assert other == pytest.approx(whole, rel=1e-5, abs=1e-6)
 
     def test_prompt_targets_of_other_losses_do_not_matter(self) -> None:
         if "prompt_logprobs" in self.requires:
             pytest.skip("the loss scores prompts")
         groups = self.groups()
-        alone = loss_value([self.loss(self.scores(groups), make_batch(groups, self.requires))])
+        alone = loss_value([self.loss(self.scores(groups), self.batch(groups))])
         batch, scores = self._beside_prompts(groups)
         assert loss_value([self.loss(scores, batch)]) == pytest.approx(alone, rel=1e-5, abs=1e-6)
 
@@ -178,6 +199,7 @@ class LossSuite:
         """The same with prompt tokens scored too, as when another loss of the run asks for them."""
         requires = self.requires | {"prompt_logprobs"}
         batch, own = make_batch(groups, requires), self.scores(groups)
+        batch = evolve(batch, statistics=self.batch(groups).statistics)
         places = np.cumsum(~np.asarray(batch.is_prompt)) - 1  # [M] of each completion token among the own scores
         at = mx.array(np.maximum(places, 0))
 

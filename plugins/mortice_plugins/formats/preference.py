@@ -27,7 +27,7 @@ class Preference(Conversational):
     """
 
     required: ClassVar[tuple[str, ...]] = ("chosen", "rejected")
-    provides: ClassVar[frozenset[str]] = frozenset({"pairs", "groups"})
+    provides: ClassVar[frozenset[str]] = frozenset({"pairs", "groups", "scores"})
 
     score_keys: tuple[str, ...] = option(
         ("score_chosen", "score_rejected"), help="keys of the ratings of chosen and rejected, where records have them"

@@ -25,7 +25,7 @@ class Rated(Conversational):
 
     keys: ClassVar[frozenset[str]] = frozenset({"prompt", "completions", "scores", "system", "tools", "weight"})
     required: ClassVar[tuple[str, ...]] = ("prompt", "completions", "scores")
-    provides: ClassVar[frozenset[str]] = frozenset({"pairs", "groups"})
+    provides: ClassVar[frozenset[str]] = frozenset({"pairs", "groups", "scores"})
 
     pairs: str = option(
         "best-worst",

@@ -13,7 +13,7 @@ from attrs import frozen
 
 from mortice.batch import Batch, LossOutput, TokenLogprobs
 from mortice.options import gt, option
-from mortice_plugins.losses.pairs import PROFILE, log_ratios, preference, sides
+from mortice_plugins.losses.pairs import PROFILE, log_ratios, max_loss_option, preference, sides
 
 
 @frozen
@@ -28,10 +28,11 @@ class APOZero:
     profile: ClassVar = PROFILE
 
     beta: float = option(0.1, help="scale of rewards", validator=gt(0.0))
+    max_loss: float | None = max_loss_option()
 
     def __call__(self, scores: TokenLogprobs, batch: Batch, /) -> LossOutput:
         chosen, rejected = sides(self.beta * batch.sum(log_ratios(scores, batch)), batch)  # [N]
-        return preference(mx.sigmoid(-chosen) + mx.sigmoid(rejected), (chosen, rejected), scores, batch)
+        return preference(mx.sigmoid(-chosen) + mx.sigmoid(rejected), (chosen, rejected), scores, batch, self.max_loss)
 
 
 @frozen
@@ -46,7 +47,10 @@ class APODown:
     profile: ClassVar = PROFILE
 
     beta: float = option(0.1, help="scale of rewards", validator=gt(0.0))
+    max_loss: float | None = max_loss_option()
 
     def __call__(self, scores: TokenLogprobs, batch: Batch, /) -> LossOutput:
         chosen, rejected = sides(self.beta * batch.sum(log_ratios(scores, batch)), batch)  # [N]
-        return preference(mx.sigmoid(chosen) + mx.sigmoid(rejected - chosen), (chosen, rejected), scores, batch)
+        return preference(
+            mx.sigmoid(chosen) + mx.sigmoid(rejected - chosen), (chosen, rejected), scores, batch, self.max_loss
+        )

@@ -18,6 +18,7 @@ from mortice_plugins.losses.pairs import (
     FROM_START,
     PROFILE,
     chosen_nll,
+    max_loss_option,
     preference,
     refuse_smoothed_hinge,
     sides,
@@ -50,6 +51,7 @@ class CPO:
     beta: float = option(0.1, help="scale of the margin", validator=gt(0.0))
     label_smoothing: float = smoothing_option("chance ε that a label is wrong (sigmoid)")
     nll_weight: float = option(1.0, help="weight of the chosen responses' NLL; 0 leaves it out", validator=ge(0.0))
+    max_loss: float | None = max_loss_option()
 
     @classmethod
     def examples(cls) -> Iterable[CPO]:
@@ -63,7 +65,7 @@ class CPO:
         margin = chosen - rejected
         hinge = self.variant == "hinge"
         loss = mx.maximum(0.0, 1.0 - margin) if hinge else smoothed(margin, self.label_smoothing)
-        output = preference(loss, (chosen, rejected), scores, batch)
+        output = preference(loss, (chosen, rejected), scores, batch, self.max_loss)
         if not self.nll_weight:
             return output
         return evolve(

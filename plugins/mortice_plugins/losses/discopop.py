@@ -13,7 +13,7 @@ from attrs import frozen
 
 from mortice.batch import Batch, LossOutput, TokenLogprobs
 from mortice.options import and_, gt, lt, option
-from mortice_plugins.losses.pairs import PROFILE, log_ratios, log_sigmoid, preference, sides
+from mortice_plugins.losses.pairs import PROFILE, log_ratios, log_sigmoid, max_loss_option, preference, sides
 
 
 @frozen
@@ -32,10 +32,11 @@ class DiscoPOP:
     tau: float = option(
         0.05, help="width of the change from one loss to the other, below 1", validator=and_(gt(0.0), lt(1.0))
     )
+    max_loss: float | None = max_loss_option()
 
     def __call__(self, scores: TokenLogprobs, batch: Batch, /) -> LossOutput:
         chosen, rejected = sides(self.beta * batch.sum(log_ratios(scores, batch)), batch)  # [N]
         margin = chosen - rejected
         logistic = -mx.sigmoid(-margin / self.tau) * log_sigmoid(margin)
         exponential = mx.exp(log_sigmoid(margin / self.tau) - margin)  # as one exponent: e^−z alone overflows
-        return preference(logistic + exponential, (chosen, rejected), scores, batch)
+        return preference(logistic + exponential, (chosen, rejected), scores, batch, self.max_loss)

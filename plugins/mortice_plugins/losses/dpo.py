@@ -24,6 +24,7 @@ from mortice_plugins.losses.pairs import (
     Sides,
     log_ratios,
     log_sigmoid,
+    max_loss_option,
     preference,
     refuse_smoothed_hinge,
     sides,
@@ -83,6 +84,7 @@ class DPO:
     length_alpha: float = option(
         1.0, help="weight of the tokens beyond the length of the shorter response", validator=fraction
     )
+    max_loss: float | None = max_loss_option()
 
     @classmethod
     def examples(cls) -> Iterable[DPO]:
@@ -111,7 +113,7 @@ class DPO:
 
     def __call__(self, scores: TokenLogprobs, batch: Batch, /) -> LossOutput:
         chosen, rejected = (self.beta * self._slope(x) for x in self._log_ratios(scores, batch))  # [N]
-        return preference(self._loss(chosen - rejected), (chosen, rejected), scores, batch)
+        return preference(self._loss(chosen - rejected), (chosen, rejected), scores, batch, self.max_loss)
 
     def _log_ratios(self, scores: TokenLogprobs, batch: Batch) -> Sides:
         ratios = log_ratios(scores, batch)  # [M]

@@ -14,7 +14,7 @@ from attrs import frozen
 
 from mortice.batch import Batch, LossOutput, TokenLogprobs
 from mortice.options import and_, gt, lt, option
-from mortice_plugins.losses.pairs import PROFILE, log_ratios, log_sigmoid, preference, sides
+from mortice_plugins.losses.pairs import PROFILE, log_ratios, log_sigmoid, max_loss_option, preference, sides
 
 
 @frozen
@@ -34,10 +34,11 @@ class EXO:
 
     beta: float = option(0.1, help="scale of rewards (β of the policy in the paper)", validator=gt(0.0))
     label_smoothing: float = option(1e-3, help="chance ε that a label is wrong", validator=and_(gt(0.0), lt(0.5)))
+    max_loss: float | None = max_loss_option()
 
     def __call__(self, scores: TokenLogprobs, batch: Batch, /) -> LossOutput:
         chosen, rejected = sides(self.beta * batch.sum(log_ratios(scores, batch)), batch)  # [N]
         margin = chosen - rejected
         right = mx.sigmoid(margin) * (log_sigmoid(margin) - math.log1p(-self.label_smoothing))
         wrong = mx.sigmoid(-margin) * (log_sigmoid(-margin) - math.log(self.label_smoothing))
-        return preference(right + wrong, (chosen, rejected), scores, batch)
+        return preference(right + wrong, (chosen, rejected), scores, batch, self.max_loss)

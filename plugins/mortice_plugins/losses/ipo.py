@@ -12,7 +12,7 @@ from attrs import frozen
 
 from mortice.batch import Batch, LossOutput, TokenLogprobs
 from mortice.options import gt, option
-from mortice_plugins.losses.pairs import PROFILE, log_ratios, preference, sides
+from mortice_plugins.losses.pairs import PROFILE, log_ratios, max_loss_option, preference, sides
 
 
 @frozen
@@ -29,8 +29,9 @@ class IPO:
     profile: ClassVar = PROFILE
 
     beta: float = option(0.1, help="the wanted gap is 1/(2·beta) (τ in the paper)", validator=gt(0.0))
+    max_loss: float | None = max_loss_option()
 
     def __call__(self, scores: TokenLogprobs, batch: Batch, /) -> LossOutput:
         chosen, rejected = sides(batch.mean(log_ratios(scores, batch)), batch)  # [N]
         loss = mx.square(chosen - rejected - 1 / (2 * self.beta))
-        return preference(loss, (self.beta * chosen, self.beta * rejected), scores, batch)
+        return preference(loss, (self.beta * chosen, self.beta * rejected), scores, batch, self.max_loss)

@@ -12,7 +12,7 @@ from attrs import frozen
 
 from mortice.batch import Batch, LossOutput, TokenLogprobs
 from mortice.options import gt, option
-from mortice_plugins.losses.pairs import PROFILE, log_ratios, log_sigmoid, preference, sides
+from mortice_plugins.losses.pairs import PROFILE, log_ratios, log_sigmoid, max_loss_option, preference, sides
 
 
 @frozen
@@ -28,8 +28,9 @@ class NCA:
     profile: ClassVar = PROFILE
 
     beta: float = option(0.1, help="scale of rewards", validator=gt(0.0))
+    max_loss: float | None = max_loss_option()
 
     def __call__(self, scores: TokenLogprobs, batch: Batch, /) -> LossOutput:
         chosen, rejected = sides(self.beta * batch.sum(log_ratios(scores, batch)), batch)  # [N]
         loss = -log_sigmoid(chosen) - 0.5 * log_sigmoid(-chosen) - 0.5 * log_sigmoid(-rejected)
-        return preference(loss, (chosen, rejected), scores, batch)
+        return preference(loss, (chosen, rejected), scores, batch, self.max_loss)

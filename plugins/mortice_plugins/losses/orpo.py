@@ -18,6 +18,8 @@ from mortice_plugins.losses.pairs import (
     FROM_START,
     PROFILE,
     chosen_nll,
+    clipped,
+    max_loss_option,
     mean_over_pairs,
     pair_metrics,
     refuse_smoothed_hinge,
@@ -42,7 +44,8 @@ class ORPO:
     `nll` is the mean over all tokens of prompt and chosen response (`sft_scope = "full"`), or the mean over pairs of
     −c̄ (`"response"`, as in the paper). With ε = label_smoothing above 0, −(1−ε) log σ(log_odds) − ε log σ(−log_odds)
     takes the place of −log σ(log_odds); with `variant = "hinge"`, max(0, 1 − log_odds) does, and pairs that are apart
-    by that much are left alone. A pair, and each token of its NLL, counts with the weight of its chosen completion.
+    by that much are left alone. `max_loss` bounds that term of a pair. A pair, and each token of its NLL, counts with
+    the weight of its chosen completion.
     """
 
     profile: ClassVar = PROFILE
@@ -63,6 +66,7 @@ class ORPO:
         help='"static": beta as it is; "adaptive": the controller `adaptive-lambda` steers it by validation',
         validator=in_(("static", "adaptive")),
     )
+    max_loss: float | None = max_loss_option()
 
     @property
     def brings(self) -> Mapping[str, Any]:
@@ -90,7 +94,7 @@ class ORPO:
         full = self.sft_scope == "full"
         nll = chosen_nll(scores, batch, prompts=True) if full else mean_over_pairs(-chosen, batch)
         return LossOutput(
-            {"nll": nll, "odds": mean_over_pairs(odds, batch)},
+            {"nll": nll, "odds": mean_over_pairs(clipped(odds, self.max_loss), batch)},
             weights={"odds": self.beta},
             metrics=pair_metrics((chosen, rejected), scores, batch) | {"log_odds": mean_over_pairs(log_odds, batch)},
         )

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from mortice.batch import Batch, LossOutput, TokenLogprobs
-from mortice.options import and_, ge, le, option
+from mortice.options import and_, ge, gt, le, option, optional
 
 Sides = tuple[mx.array, mx.array]
 """Of chosen and rejected, `[N]` each."""
@@ -25,6 +25,15 @@ PROFILE = {
     "adapter.rank": 16,
     "adapter.scale": 2.0,
 }
+
+
+def max_loss_option() -> Any:
+    """The option `max_loss`, of every loss of pairs."""
+    return option(
+        None,
+        help="largest loss of a pair: one beyond it counts as much as this and has no gradient (against wrong labels)",
+        validator=optional(gt(0.0)),
+    )
 
 
 def smoothing_option(help: str = "chance ε that a label is wrong") -> Any:
@@ -74,9 +83,17 @@ def chosen_nll(scores: TokenLogprobs, batch: Batch, *, prompts: bool = False) ->
     return -(weights * mx.where(counted, scores.logprobs, 0.0)).sum(), weights.sum()
 
 
-def preference(loss: mx.array, rewards: Sides, scores: TokenLogprobs, batch: Batch) -> LossOutput:
-    """The mean over pairs of `loss [N]`, with the metrics of `pair_metrics`."""
-    return LossOutput({"preference": mean_over_pairs(loss, batch)}, metrics=pair_metrics(rewards, scores, batch))
+def clipped(loss: mx.array, max_loss: float | None) -> mx.array:
+    """`loss [N]` up to `max_loss`, flat beyond it."""
+    return loss if max_loss is None else mx.minimum(loss, max_loss)
+
+
+def preference(
+    loss: mx.array, rewards: Sides, scores: TokenLogprobs, batch: Batch, max_loss: float | None
+) -> LossOutput:  # fmt: skip
+    """The mean over pairs of `loss [N]`, up to `max_loss` each, with the metrics of `pair_metrics`."""
+    terms = {"preference": mean_over_pairs(clipped(loss, max_loss), batch)}
+    return LossOutput(terms, metrics=pair_metrics(rewards, scores, batch))
 
 
 FROM_START = {"displacement": "lw"}

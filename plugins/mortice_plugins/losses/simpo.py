@@ -16,6 +16,7 @@ from mortice_plugins.losses.pairs import (
     FROM_START,
     PROFILE,
     chosen_nll,
+    max_loss_option,
     preference,
     sides,
     smoothed,
@@ -44,11 +45,12 @@ class SimPO:
     gamma: float = option(0.5, help="target of the scaled margin", validator=ge(0.0))
     label_smoothing: float = smoothing_option()
     nll_weight: float = option(0.0, help="weight of the chosen responses' NLL (CPO-SimPO)", validator=ge(0.0))
+    max_loss: float | None = max_loss_option()
 
     def __call__(self, scores: TokenLogprobs, batch: Batch, /) -> LossOutput:
         chosen, rejected = sides(self.beta * batch.mean(scores.logprobs), batch)  # [N]
         loss = smoothed(chosen - rejected - self.gamma, self.label_smoothing)
-        output = preference(loss, (chosen, rejected), scores, batch)
+        output = preference(loss, (chosen, rejected), scores, batch, self.max_loss)
         if not self.nll_weight:
             return output
         return evolve(

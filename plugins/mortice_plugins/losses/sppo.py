@@ -14,7 +14,7 @@ from attrs import frozen
 
 from mortice.batch import Batch, LossOutput, TokenLogprobs
 from mortice.options import gt, option
-from mortice_plugins.losses.pairs import PROFILE, log_ratios, preference, sides
+from mortice_plugins.losses.pairs import PROFILE, log_ratios, max_loss_option, preference, sides
 
 
 @frozen
@@ -29,9 +29,10 @@ class SPPO:
     profile: ClassVar = PROFILE
 
     beta: float = option(0.1, help="the log-ratios are to be ±½/beta (1/η in the paper)", validator=gt(0.0))
+    max_loss: float | None = max_loss_option()
 
     def __call__(self, scores: TokenLogprobs, batch: Batch, /) -> LossOutput:
         chosen, rejected = sides(batch.sum(log_ratios(scores, batch)), batch)  # [N]
         goal = 0.5 / self.beta
         loss = mx.square(chosen - goal) + mx.square(rejected + goal)
-        return preference(loss, (self.beta * chosen, self.beta * rejected), scores, batch)
+        return preference(loss, (self.beta * chosen, self.beta * rejected), scores, batch, self.max_loss)

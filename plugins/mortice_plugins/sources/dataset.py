@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from attrs import define, frozen
 
 from mortice.batch import Group
-from mortice.data import DataCounts, load_groups
+from mortice.data import DataCounts, load_groups, with_unrelated
 from mortice.errors import DataError
 from mortice.options import option
 from mortice.protocols import SourceContext
@@ -21,6 +21,8 @@ from mortice.randomness import stable_seed
 @frozen
 class Dataset:
     """JSON Lines files: each row once an epoch, in a seeded order; the last step of an epoch may be smaller."""
+
+    provides: ClassVar[frozenset[str]] = frozenset({"unrelated"})
 
     shuffle: bool = option(True, help="a new seeded order every epoch; false keeps the order of the file")
 
@@ -37,7 +39,12 @@ class Dataset:
                 filters=context.filters,
             )  # fmt: skip
             _tell(context, path, counts, data.max_length)
-            return groups
+            if "unrelated" not in context.requires:
+                return groups
+            try:
+                return with_unrelated(groups, data.max_length, data.truncation, context.tokenizer.bos_id)
+            except DataError as error:
+                raise DataError(f"{path}: {error}") from error
 
         train = read(data.train)
         valid = read(data.valid) if data.valid is not None else []
@@ -96,7 +103,7 @@ class LiveDataset:
         """Of all token ids, masks, pairs and weights, in the order of the files."""
         digest = hashlib.blake2b(digest_size=16)
         for group in (*self.train, *self.valid):
-            completions = [(c.ids, c.loss_mask, c.weight) for c in group.completions]
+            completions = [(c.ids, c.loss_mask, c.weight, *sorted(c.extras.items())) for c in group.completions]
             digest.update(repr((group.prompt_ids, completions, group.pairs, group.pair_weights)).encode())
         return digest.hexdigest()
 
