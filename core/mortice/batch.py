@@ -64,6 +64,9 @@ class Completion:
     """Set only where this completion was tokenized with another prompt than its group's."""
     ref_logprobs: tuple[float, ...] | None = field(default=None, converter=_floats)
     old_logprobs: tuple[float, ...] | None = field(default=None, converter=_floats)
+    """Of the policy that sampled it, as training scores it."""
+    sampler_logprobs: tuple[float, ...] | None = field(default=None, converter=_floats)
+    """As the engine that sampled it gave them, at the temperature."""
     advantage: float | None = None
     reward: float | None = None
     finish_reason: str | None = None
@@ -75,7 +78,7 @@ class Completion:
         return (True,) * len(self.ids)
 
     def __attrs_post_init__(self) -> None:
-        for name in ("loss_mask", "ref_logprobs", "old_logprobs"):
+        for name in ("loss_mask", "ref_logprobs", "old_logprobs", "sampler_logprobs"):
             value = getattr(self, name)
             if value is not None and len(value) != len(self.ids):
                 raise ValueError(f"{name} has {len(value)} entries for {len(self.ids)} token ids")
@@ -268,6 +271,8 @@ class Batch:
     old_logprobs: mx.array | None = None
     """`[M]` float32, zero at prompt targets."""
     ref_logprobs: mx.array | None = None
+    """`[M]` float32, zero at prompt targets."""
+    sampler_logprobs: mx.array | None = None
     """`[M]` float32, zero at prompt targets."""
     extras: Mapping[str, mx.array] = field(factory=dict)
     """`[C]` float32 each: what completions carry in `extras`; absent values are NaN."""

@@ -346,7 +346,8 @@ def shortened(group: Group, share: float) -> Group:
 
     def shorter(c: Any) -> Any:
         keep = cut(len(c.ids))
-        vectors = {n: None if (v := getattr(c, n)) is None else v[:keep] for n in ("ref_logprobs", "old_logprobs")}
+        names = ("ref_logprobs", "old_logprobs", "sampler_logprobs")
+        vectors = {n: None if (v := getattr(c, n)) is None else v[:keep] for n in names}
         own = None if c.prompt_ids is None else c.prompt_ids[: cut(len(c.prompt_ids))]
         mask = (True,) * keep
         return evolve(c, ids=c.ids[:keep], loss_mask=mask, prompt_ids=own, **vectors)

@@ -77,10 +77,16 @@ def _next_logits(model: Model, ctx: CacheContext, tokens: Sequence[int]) -> mx.a
 
 def continue_from(model: Model, start: Prefilled, sampling: Sampling) -> Iterator[int]:
     """Token ids behind a prompt, one by one, the end-of-sequence id included where one comes, at most `max_tokens`."""
+    for token, _ in scored_from(model, start, sampling):
+        yield token
+
+
+def scored_from(model: Model, start: Prefilled, sampling: Sampling) -> Iterator[tuple[int, mx.array]]:
+    """`continue_from` with the logits `[V]` that each token was chosen from."""
     ctx, logits = start.ctx.branch(), start.logits
     for place in range(sampling.max_tokens):
         token = next_token(logits, sampling, place)
-        yield token
+        yield token, logits
         if token in sampling.eos_ids or place == sampling.max_tokens - 1:
             return
         logits = _next_logits(model, ctx, [token])

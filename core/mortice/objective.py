@@ -69,7 +69,7 @@ def requirements(losses: Sequence[WeightedLoss]) -> frozenset[str]:
 def make_batch(micro: MicroBatch, requires: frozenset[str] = frozenset()) -> Batch:
     """What a loss sees of a micro-batch. Per-token vectors of the completions are laid out as the rows score them.
 
-    Raises ValueError where a completion lacks `ref_logprobs` or `old_logprobs` that `requires` names.
+    Raises ValueError where a completion lacks `ref_logprobs`, `old_logprobs` or `sampler_logprobs` that `requires` names.
     """
     owner = np.concatenate([row.owner for row in micro.rows])  # [M]
     place = np.concatenate([row.place for row in micro.rows])
@@ -122,6 +122,7 @@ def make_batch(micro: MicroBatch, requires: frozenset[str] = frozenset()) -> Bat
         groups=len(micro.groups),
         old_logprobs=per_token("old_logprobs"),
         ref_logprobs=per_token("ref_logprobs"),
+        sampler_logprobs=per_token("sampler_logprobs"),
         extras={n: per_completion([c.extras.get(n) for _, _, _, c in completions], float("nan")) for n in extras},
     )
 

@@ -118,9 +118,8 @@ def _filled(group: Group) -> Group:
     def fill(c: Completion) -> Completion:
         zeros = (0.0,) * len(c.ids)
         advantage = 0.0 if c.advantage is None else c.advantage
-        return evolve(
-            c, ref_logprobs=c.ref_logprobs or zeros, old_logprobs=c.old_logprobs or zeros, advantage=advantage
-        )  # fmt: skip
+        names = ("ref_logprobs", "old_logprobs", "sampler_logprobs")
+        return evolve(c, advantage=advantage, **{name: getattr(c, name) or zeros for name in names})
 
     unrelated = None if group.unrelated is None else _filled(group.unrelated)
     return evolve(group, completions=[fill(c) for c in group.completions], unrelated=unrelated)

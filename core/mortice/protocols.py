@@ -40,7 +40,7 @@ class Loss(Protocol):
 
     `requires` (a class attribute or a property of the configured instance) names what it needs of the batch:
     `pairs`, `groups` (K > 1), `labels`, `scores` (ratings of all answers), `ref_logprobs`, `old_logprobs`,
-    `advantages`, `prompt_logprobs`, `entropy`, `values` (of a head that gives these instead of log-probabilities),
+    `sampler_logprobs`, `advantages`, `prompt_logprobs`, `entropy`, `values` (of a head that gives these instead of log-probabilities),
     `unrelated`.
     The counts of its terms must not depend on the scores. A loss may say them itself in
     `counts(batch) → {term: count}`; without it they are read from a call with placeholder scores.
@@ -284,30 +284,76 @@ class Source(Protocol):
 
 
 @frozen
+class Request:
+    """A prompt to be answered."""
+
+    ids: tuple[int, ...]
+    key: str
+    """Names its draws, together with `Sampling.seed` and the sample's number, so that an answer does not depend on what
+    else is asked. Two requests of one key and one prompt get the same answers."""
+
+
+@frozen
 class Sampling:
-    """How a completion is sampled. `seed` names the draw together with prompt and sample index."""
+    """How answers are sampled: from softmax(logits / temperature), or what the filters leave of it. Temperature 0 is
+    greedy. `seed` (of a run and its step) names every draw, together with the request's key and the sample's number."""
 
     max_tokens: int = 256
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
     samples: int = 1
+    """Answers to each request."""
     seed: int = 0
     stop: tuple[str, ...] = ()
+    """Texts that end an answer, across token boundaries too. They are not part of its `text`."""
     eos_ids: tuple[int, ...] = ()
+
+    @property
+    def filtered(self) -> bool:
+        """Whether answers come from another distribution than the model's at the temperature."""
+        plain = (self.top_p, self.top_k, self.min_p, self.repetition_penalty, self.presence_penalty)
+        return plain != (1.0, 0, 0.0, 1.0, 0.0)
+
+
+@frozen
+class EngineContext:
+    """What an engine may use while it is open."""
+
+    model: Model
+    """Sampled from as it is bound when `generate` is called."""
+    tokenizer: Tokenizer
+    report: Report
+    poll: Callable[[], None] = lambda: None
+    """To be called now and then in long work: raises when the run is to stop."""
+
+
+class LiveEngine(Protocol):
+    """What an engine does while it is open."""
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling, /) -> Iterator[tuple[int, int, Completion]]:
+        """(index of the request, number of the sample, completion) of each answer as it is finished, in any order.
+
+        A completion holds the ids that were sampled, the one that ended it included, `text` without what ended it,
+        `finish_reason` (`stop`: an id of `eos_ids`; `stop-string`; `length`), and, of an engine that provides them,
+        `sampler_logprobs`. Raises DataError for an empty prompt or a token that the model has no row for.
+        """
+        ...
+
+    def close(self) -> None: ...
 
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """Samples completions. `provides`: `token-ids`, `logprobs-at-temperature`, `weight-sync`; what an engine lacks,
-    training rescores or refuses by name."""
+    """Samples completions. `provides`: `token-ids`, `logprobs-at-temperature`, `weight-sync` (it samples from the
+    weights as they are now); what an engine lacks, training rescores or refuses by name."""
 
     provides: frozenset[str]
 
-    def generate(
-        self, model: Model, prompts: Sequence[Sequence[int]], sampling: Sampling, /
-    ) -> Iterator[tuple[int, int, Completion]]: ...
+    def open(self, context: EngineContext, /) -> LiveEngine: ...
 
 
 @runtime_checkable

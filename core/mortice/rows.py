@@ -70,7 +70,7 @@ def read_through(group: Group) -> Group:
     def ended(completion: Completion) -> Completion:
         stop = max((j + 1 for j, kept in enumerate(completion.loss_mask) if kept), default=0)
         ids, mask = (*completion.ids[:stop], 0), (*[False] * stop, stop > 0)
-        return evolve(completion, ids=ids, loss_mask=mask, ref_logprobs=None, old_logprobs=None)
+        return evolve(completion, ids=ids, loss_mask=mask, ref_logprobs=None, old_logprobs=None, sampler_logprobs=None)
 
     return group.with_completions([ended(completion) for completion in group.completions])
 

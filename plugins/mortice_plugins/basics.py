@@ -33,6 +33,15 @@ def register_layouts(register):
 
 
 @hookimpl
+def register_rollouts(register):
+    register(
+        "sequential",
+        "mortice_plugins.rollouts.sequential:Sequential",
+        help="One answer after the other: the plain engine.",
+    )
+
+
+@hookimpl
 def register_adapters(register):
     register(
         "lora", "mortice_plugins.adapters.lora:LoRA", help="Low-rank adapters beside frozen weights.", default=True

@@ -25,7 +25,7 @@ from mortice.testing.batches import make_batch, make_group, make_scores
 REQUIREMENTS = frozenset(
     {
         *("pairs", "groups", "labels", "scores", "advantages", "unrelated"),
-        *("ref_logprobs", "old_logprobs", "prompt_logprobs", "entropy", "values"),
+        *("ref_logprobs", "old_logprobs", "sampler_logprobs", "prompt_logprobs", "entropy", "values"),
     }
 )
 """Everything that `requires` may name."""
@@ -79,6 +79,7 @@ class LossSuite:
                     extras={LABEL: float((seed + k) % 2), SCORE: float(rng.normal()), **completion.extras},
                     old_logprobs=(-rng.uniform(0.2, 3.0, len(completion.ids))).tolist(),
                     ref_logprobs=(-rng.uniform(0.2, 3.0, len(completion.ids))).tolist(),
+                    sampler_logprobs=(-rng.uniform(0.2, 3.0, len(completion.ids))).tolist(),
                 )
                 for k, completion in enumerate(group.completions)
             ]
