@@ -221,6 +221,7 @@ class Quadratic:
 
     model: object = SimpleNamespace(bind=lambda params: None)
     can_validate = False
+    losses = ()
 
     def next(self, step):
         return ["group"], 1

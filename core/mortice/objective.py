@@ -69,7 +69,8 @@ def requirements(losses: Sequence[WeightedLoss]) -> frozenset[str]:
 def make_batch(micro: MicroBatch, requires: frozenset[str] = frozenset()) -> Batch:
     """What a loss sees of a micro-batch. Per-token vectors of the completions are laid out as the rows score them.
 
-    Raises ValueError where a completion lacks `ref_logprobs`, `old_logprobs` or `sampler_logprobs` that `requires` names.
+    Raises ValueError where a completion lacks `ref_logprobs`, `old_logprobs` or `sampler_logprobs` that `requires`
+    names.
     """
     owner = np.concatenate([row.owner for row in micro.rows])  # [M]
     place = np.concatenate([row.place for row in micro.rows])

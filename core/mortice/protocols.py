@@ -40,8 +40,8 @@ class Loss(Protocol):
 
     `requires` (a class attribute or a property of the configured instance) names what it needs of the batch:
     `pairs`, `groups` (K > 1), `labels`, `scores` (ratings of all answers), `ref_logprobs`, `old_logprobs`,
-    `sampler_logprobs`, `advantages`, `prompt_logprobs`, `entropy`, `values` (of a head that gives these instead of log-probabilities),
-    `unrelated`.
+    `sampler_logprobs`, `advantages`, `prompt_logprobs`, `entropy`, `values` (of a head that gives these instead of
+    log-probabilities), `unrelated`.
     The counts of its terms must not depend on the scores. A loss may say them itself in
     `counts(batch) → {term: count}`; without it they are read from a call with placeholder scores.
     `profile` (optional) maps dotted keys of the run file to the values this loss is best run with. `from_start`
