@@ -83,7 +83,8 @@ def strategies(kind) -> list:
     return [strategy.load()() for strategy in PLUGINS.registry.all(kind)]
 
 
-HEADS, BACKWARDS = strategies("head"), strategies("backward")
+HEADS = [head for head in strategies("head") if not hasattr(head, "attach")]
+BACKWARDS = strategies("backward")
 GROUPS = [Group("a", [1, 2, 3, 4], [Completion([5, 6, 7, 8]), Completion([8])], ((0, 1),))]
 
 

@@ -107,7 +107,7 @@ def test_shared_and_packed_rows_equal_separate_ones(shared, name):
 
 def flat(tally, groups) -> list[float]:
     """Every log-probability."""
-    return [float(value) for group in tally.logprobs(groups) for tokens in group for value in tokens]
+    return [float(value) for group in tally.scores(groups) for tokens in group for value in tokens]
 
 
 # Adapters and configs that others wrote

@@ -280,11 +280,14 @@ class Search:
         if leanest.estimate is None:
             lines.append(f"even the leanest of what was tried is beyond this machine ({readable(machine_memory())})")
         else:
-            sizes = {**leanest.estimate.parts, "held elsewhere in the process": leanest.estimate.elsewhere}
-            noteworthy = leanest.estimate.peak / 1000
+            estimate = self._exactly(leanest.config)
+            room *= 0.99 * min(1.0, leanest.peak / estimate.peak)  # the looks below are rough ones
+            sizes = {**estimate.parts, "held elsewhere in the process": estimate.elsewhere}
+            noteworthy = estimate.peak / 1000
             parts = ", ".join(f"{name} {readable(size)}" for name, size in sizes.items() if size > noteworthy)
             with_ = f" with {_spell(leanest.changes)}" if leanest.changes else ""
-            lines.append(f"the leanest that was tried needs {readable(leanest.estimate.peak)}{with_} ({parts})")
+            lines.append(f"the leanest that was tried needs {readable(estimate.peak)}{with_} ({parts})")
+            needed = max(leanest.peak, estimate.peak) / (1 - SPARE)
         remedies = []
         for candidate, key in self._fixed(leanest):
             if candidate.peak <= room:
@@ -293,7 +296,7 @@ class Search:
                 remedies.append(f"{_spell({key: candidate.changes[key]})}{set_by}: {readable(candidate.peak)}")
         remedies += self._shorter(leanest, room)
         if leanest.estimate is not None:
-            remedies.append(f'train.memory_limit = "{readable(leanest.estimate.peak / (1 - SPARE) * 1.01, "")}"')
+            remedies.append(f'train.memory_limit = "{readable(needed * 1.01, "")}"')
         return "\n".join([*lines, "what would fit:", *(f"  {remedy}" for remedy in remedies)])
 
     def _fixed(self, here: _Candidate) -> Iterator[tuple[_Candidate, str]]:

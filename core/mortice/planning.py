@@ -119,7 +119,8 @@ def _filled(group: Group) -> Group:
         zeros = (0.0,) * len(c.ids)
         advantage = 0.0 if c.advantage is None else c.advantage
         names = ("ref_logprobs", "old_logprobs", "sampler_logprobs")
-        return evolve(c, advantage=advantage, **{name: getattr(c, name) or zeros for name in names})
+        vectors: dict[str, Any] = {name: getattr(c, name) or zeros for name in names}
+        return evolve(c, advantage=advantage, **vectors)
 
     unrelated = None if group.unrelated is None else _filled(group.unrelated)
     return evolve(group, completions=[fill(c) for c in group.completions], unrelated=unrelated)
