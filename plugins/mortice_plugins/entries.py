@@ -159,6 +159,15 @@ packed = _plugin(
     "Several groups in one row, up to a budget of tokens.",
     "packed",
 )
+grpo = _plugin(
+    "loss",
+    "mortice_plugins.losses.grpo:GRPO",
+    "Clipped policy gradient of sampled groups: GRPO, BNPO, Dr. GRPO, DAPO, CISPO, GSPO.",
+    "grpo",
+)
+rloo = _plugin(
+    "loss", "mortice_plugins.losses.rloo:RLOO", "REINFORCE on whole answers, against the others of their group.", "rloo"
+)
 llama = _plugin(
     "model", "mortice_plugins.models.llama:LlamaAdapter", "Llama 2 and 3, SmolLM2, MiniCPM5, Mistral, Qwen3.", "llama"
 )
