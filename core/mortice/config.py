@@ -22,6 +22,7 @@ from mortice.registry import Strategy
 from mortice.runfile import Key, RunFile, apply_settings, from_tables, read_run_file
 from mortice.structure import fields, kind_of, structure, takes_path, value_of
 from mortice.tables import (
+    BESIDE,
     CORE_TABLES,
     LISTS,
     OPTIONAL,
@@ -32,6 +33,7 @@ from mortice.tables import (
     ModelOptions,
     PluginOptions,
     ReferenceOptions,
+    SamplingOptions,
     TrainOptions,
 )
 
@@ -48,6 +50,8 @@ class Chosen:
     weight: float = 1.0
     init: Path | None = None
     """Of an adapter: the folder of the one that a run starts from."""
+    beside: Any = None
+    """The core's own options of its table (`mortice.tables.BESIDE`)."""
 
 
 @frozen(eq=False)
@@ -94,6 +98,12 @@ class RunConfig:
     @property
     def rewards(self) -> list[Any]:
         return [c.options for c in self.all("reward")]
+
+    @property
+    def sampling(self) -> SamplingOptions:
+        """How answers are sampled, where the run samples."""
+        found = self.all("rollout")
+        return found[0].beside if found else SamplingOptions()
 
     @property
     def filters(self) -> tuple[tuple[str, Any], ...]:
@@ -252,7 +262,7 @@ class _Reader:
     def format(self) -> Chosen | None:
         """The data format with its options, which stand in [data] among the core's own."""
         table = _table(self.file, "data")
-        name = table.get("format")
+        name = table.get("format", (self.profile.get(("data", "format")) or (None,))[0])
         found = self.lookup(("data", "format"), "data", name) if isinstance(name, str) else None
         if found is None:
             return None
@@ -332,13 +342,20 @@ class _Reader:
         init, begins = None, kind == "adapter" and "init" not in own
         if begins and "init" in values:
             init = self.adapter_folder((*where, "init"), values.pop("init"))
+        common, beside = BESIDE.get(kind), None
+        if common is not None:
+            shared = {key: values.pop(key) for key in fields(common) if key in values and key not in own}
+            beside = self.instance(where, common, self.with_profile(kind, common, shared))
         values = self.with_profile(kind, cls, values)
+        more = [*(["weight"] if weighted else []), *(["init"] if begins else []), *(fields(common) if common else ())]
         for key in list(values):
             if key not in own:
-                self.unknown(where, key, [*own, *(["weight"] if weighted else []), *(["init"] if begins else [])])
+                self.unknown(where, key, [*own, *more])
                 del values[key]
         instance = self.instance(where, cls, values)
-        return None if instance is None else Chosen(kind, found.name, found.provider, instance, weight, init)
+        if instance is None or (common is not None and beside is None):
+            return None
+        return Chosen(kind, found.name, found.provider, instance, weight, init, beside)
 
     def adapter_folder(self, key: Key, value: Any) -> Path | None:
         try:
@@ -384,7 +401,7 @@ class _Reader:
 
     def homes(self) -> Iterator[tuple[str, str, str]]:
         """(key, table, owner) of all that a run file may hold, for hints."""
-        for table, cls in CORE_TABLES.items():
+        for table, cls in (CORE_TABLES | BESIDE).items():
             yield from ((key, table, f"[{table}]") for key in fields(cls))
         for kind in ("data", *STRATEGY_TABLES):
             for strategy in self.plugins.registry.all(kind):

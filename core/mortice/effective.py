@@ -60,8 +60,9 @@ def effective_toml(config: RunConfig) -> str:
                 add(table, key, "weight", chosen.weight)
             if chosen.init is not None:
                 add(table, key, "init", chosen.init)
-            for option_name in fields(type(chosen.options)):
-                add(table, key, option_name, getattr(chosen.options, option_name))
+            for options in (chosen.options, chosen.beside) if chosen.beside is not None else (chosen.options,):
+                for option_name in fields(type(options)):
+                    add(table, key, option_name, getattr(options, option_name))
             if tables is None:
                 document.add(kind, table)
             else:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mortice.config import RunConfig
     from mortice.planning import Estimate
     from mortice.pretrained import Pretrained
-    from mortice.protocols import Adapter, LiveSource, Policy
+    from mortice.protocols import Adapter, LiveSource, Policy, Sampling
     from mortice.reference import Reference
     from mortice.step import Engine
     from mortice.trainer import Outcome, Signals
@@ -74,15 +74,15 @@ class Prepared:
         return sum(value.size for value in self.policy.params.values())
 
     def groups(self) -> Sequence[Group]:
-        """All groups of the run. Raises ConfigError where the source knows none yet."""
-        known = getattr(self.source, "known", None)
+        """All groups of the run, or some as large as any. Raises ConfigError where the source knows neither yet."""
+        known = getattr(self.source, "known", None) or getattr(self.source, "largest", None)
         if known is None:
             name, asks = self.config.all("source")[0].name, "mortice plan"
             if self.config.train.memory_limit is not None:
                 asks = f"{self.config.file.where(('train', 'memory_limit'))}train.memory_limit"
             raise ConfigError(
                 f"{asks}: nothing can be measured, since the source {name!r} does not know its groups before the run "
-                "(one that does gives them in known())"
+                "(one that does gives them in known(), others may give the largest in largest())"
             )
         return known()
 
@@ -109,6 +109,7 @@ def prepare(config: RunConfig, notices: Notices | None = None, *, train: bool = 
     from mortice.pretrained import load, random_model
     from mortice.protocols import Policy, SourceContext
     from mortice.reference_policy import reference_of_run
+    from mortice.rewards import named
     from mortice.trainer import Signals
     from mortice.warm_start import attach_adapter
 
@@ -152,7 +153,10 @@ def prepare(config: RunConfig, notices: Notices | None = None, *, train: bool = 
             report=notices,
             requires=engine.requires,
             rollout=config.rollout,
-            rewards=tuple(config.rewards),
+            sampling=sampling_of(config, tokenizer.eos_ids),
+            rewards=named([(chosen.name, chosen.options) for chosen in config.all("reward")]),
+            task=config.task,
+            folder=config.run_path,
             policy=policy,
             poll=signals.poll,
             formats=config.formats,
@@ -232,8 +236,18 @@ def make_engine(config: RunConfig, model: Any) -> Engine:
         limits=Limits(groups=config.train.micro_batch_size),
         attention_chunk=chunk if isinstance(chunk, int) else None,
         mlp_chunk=config.context.mlp_chunk,
-        temperature=getattr(config.rollout, "temperature", 1.0),
+        temperature=config.sampling.temperature,
     )
+
+
+def sampling_of(config: RunConfig, eos_ids: Sequence[int]) -> Sampling:
+    """The options of `[rollout]` as an engine takes them."""
+    from attrs import asdict
+
+    from mortice.protocols import Sampling
+
+    options = asdict(config.sampling)
+    return Sampling(**{**options, "stop": tuple(options["stop"])}, seed=config.train.seed, eos_ids=tuple(eos_ids))
 
 
 def cache_bytes(limit: float | None) -> int:
@@ -274,7 +288,10 @@ def train(config: RunConfig, notices: Notices | None = None) -> Outcome:
     options, total = config.train, prepared.total_steps
     learning_rate = config.schedule.build(config.optimizer.learning_rate, total)
     engine = prepared.engine
-    best = options.best or ("valid/loss" if prepared.source.can_validate else None)
+    default, mode = getattr(prepared.source, "best", ("valid/loss", "min"))
+    best = options.best or (default if prepared.source.can_validate else None)
+    if options.best is None and ("train", "best_mode") not in config.origins:
+        options = evolve(options, best_mode=mode)
     if options.best and not prepared.source.can_validate:
         raise ConfigError(f"train.best is {options.best!r}, but there is no validation data (data.valid)")
     if config.controllers and not prepared.source.can_validate:

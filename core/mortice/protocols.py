@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mortice.context import SpanContext
     from mortice.model import Model, Output
     from mortice.objective import Objective, ObjectiveResult
+    from mortice.rewards import NamedReward
     from mortice.tokenizer import Tokenizer
 
 Params: TypeAlias = "dict[str, mx.array]"
@@ -220,6 +221,8 @@ class Policy:
     model: Model
     params: Params
     temperature: float = 1.0
+    logprobs: Callable[[Sequence[Group]], list[list[tuple[float, ...]]]] | None = None
+    """Log-probabilities of all completion tokens as training scores them, `[group][completion][token]`."""
 
 
 @frozen
@@ -235,8 +238,14 @@ class SourceContext:
     report: Report
     requires: frozenset[str] = frozenset()
     """What the loss needs."""
-    rollout: Any = None
-    rewards: tuple[Any, ...] = ()
+    rollout: RolloutEngine | None = None
+    sampling: Sampling | None = None
+    """As the run file says; the seed is the run's."""
+    rewards: tuple[NamedReward, ...] = ()
+    task: Task | None = None
+    """Problems, in place of files."""
+    folder: Path | None = None
+    """The run folder, which is there once the run starts."""
     policy: Policy | None = None
     """The live policy, for sources that sample."""
     poll: Callable[[], None] = lambda: None
@@ -248,8 +257,13 @@ class SourceContext:
 
 
 class LiveSource(Protocol):
-    """What a source does during a run. One that knows all its groups beforehand may give them in `known()`: every
-    group that `next` and `validate` will ever use, and `next` is then a function of the step."""
+    """What a source does during a run.
+
+    One that knows all its groups beforehand may give them in `known()`: every group that `next` and `validate` will
+    ever use, and `next` is then a function of the step. One that does not may give in `largest()` groups as large as
+    any that may come, for planning. `metrics()` (optional) is what it has measured of the groups in use, for every step
+    on them; `best` (optional) the validation metric that the best checkpoint goes by, and whether `min` or `max` of it.
+    """
 
     provides: frozenset[str]
 
@@ -262,7 +276,11 @@ class LiveSource(Protocol):
     def can_validate(self) -> bool: ...
 
     def next(self, step: int, /) -> tuple[Sequence[Group], int]:
-        """Groups of the step that begins, and how many optimizer steps (passes) are made on them."""
+        """Groups of the step that begins, and how many optimizer steps (passes) are made on them.
+
+        After `restore` between two passes, the same groups again, and all their passes; the trainer goes on from the
+        pass that comes.
+        """
         ...
 
     def validate(self, evaluate: Callable[[Sequence[Group]], dict[str, float]], /) -> dict[str, float]:
@@ -417,7 +435,8 @@ class Tracker(Protocol):
 
 @runtime_checkable
 class Task(Protocol):
-    """Verifiable problems with a checker."""
+    """Verifiable problems with a checker: records with a `prompt` and whatever `check` goes by. Those of one split and
+    seed always come in the same order; no problem is in two splits."""
 
     def problems(self, split: str, seed: int, /) -> Iterator[Mapping[str, Any]]: ...
 

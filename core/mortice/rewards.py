@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from attrs import frozen
@@ -46,20 +46,34 @@ def full_marks(rewards: Sequence[NamedReward]) -> float:
     return sum(max(0.0, r.reward.weight) for r in rewards)
 
 
-def rewarded(rewards: Sequence[NamedReward], text: str, record: Mapping[str, Any], where: str) -> Rewarded:
+def rewarded(
+    rewards: Sequence[NamedReward], text: str, record: Mapping[str, Any], where: str,
+    failed: Callable[[str, DataError], None] | None = None,
+) -> Rewarded:  # fmt: skip
     """Score one answer to a record.
 
-    Raises DataError, naming `where` and the reward, for a reward that raises or gives no finite number.
+    A reward that raises or gives no finite number is told to `failed`, by its name and with the row, and counts as 0.
+    Without `failed` it raises DataError, naming `where` and the reward.
     """
     values = {}
     for each in rewards:
         try:
-            value = each.reward(text, record)
+            values[each.name] = _value(each, text, record, where)
         except DataError as error:
-            raise DataError(f"{where}: reward {each.name}: {error}") from error
-        except Exception as error:  # the plugin boundary: a reward may be anyone's code
-            raise DataError(f"{where}: reward {each.name} raised {type(error).__name__}: {error}") from error
-        if isinstance(value, str) or not math.isfinite(value):
-            raise DataError(f"{where}: reward {each.name} gave {value!r}, which is no finite number")
-        values[each.name] = float(value)
+            if failed is None:
+                raise
+            failed(each.name, error)
+            values[each.name] = 0.0
     return Rewarded(sum(each.reward.weight * values[each.name] for each in rewards), values)
+
+
+def _value(each: NamedReward, text: str, record: Mapping[str, Any], where: str) -> float:
+    try:
+        value = each.reward(text, record)
+    except DataError as error:
+        raise DataError(f"{where}: reward {each.name}: {error}") from error
+    except Exception as error:  # the plugin boundary: a reward may be anyone's code
+        raise DataError(f"{where}: reward {each.name} raised {type(error).__name__}: {error}") from error
+    if isinstance(value, str) or not math.isfinite(value):
+        raise DataError(f"{where}: reward {each.name} gave {value!r}, which is no finite number")
+    return float(value)

@@ -18,7 +18,7 @@ from mortice.plugins import Plugins, load_plugins
 from mortice.registry import Strategy
 from mortice.runfile import toml_value
 from mortice.structure import fields, kind_of, type_name
-from mortice.tables import CORE_TABLES, LISTS, STRATEGY_TABLES
+from mortice.tables import BESIDE, CORE_TABLES, LISTS, STRATEGY_TABLES
 
 INTRODUCTION = """\
 # The run file
@@ -92,6 +92,8 @@ def _strategies(plugins: Plugins, provider: str) -> Iterator[str]:
             weight = ", and `weight` (1.0)" if kind == "loss" else ""
             init = INIT if kind == "adapter" else ""
             yield f"## `[{kind}]`\n\n`name` chooses{several}; its options stand beside it{weight}.{init}\n"
+            if kind in BESIDE:
+                yield f"{inspect.getdoc(BESIDE[kind])}\n\n{_table(BESIDE[kind])}"
         for strategy in found:
             yield _strategy(strategy)
 

@@ -15,6 +15,8 @@ from mortice.hookspecs import HOOKS
 from mortice.options import and_, ge, gt, in_, le, option, optional
 from mortice.sizes import size
 
+_share = and_(gt(0.0), le(1.0))
+
 
 @frozen
 class PluginOptions:
@@ -145,6 +147,31 @@ class ReferenceOptions:
 
 
 @frozen
+class SamplingOptions:
+    """How answers are sampled in a run that samples. These stand in `[rollout]`, beside the options of the engine."""
+
+    temperature: float = option(
+        1.0,
+        help="divides the logits: of sampling, and of the scores of policy, old policy and reference alike",
+        validator=gt(0.0),
+    )
+    max_tokens: int = option(256, help="most tokens of an answer", validator=ge(1))
+    samples: int = option(8, help="answers to each prompt (G)", validator=ge(1))
+    top_p: float = option(1.0, help="sample from the likeliest tokens of this much probability", validator=_share)
+    top_k: int = option(0, help="sample from so many likeliest tokens; 0 from all", validator=ge(0))
+    min_p: float = option(
+        0.0,
+        help="leave out tokens below this share of the likeliest one's probability",
+        validator=and_(ge(0.0), le(1.0)),
+    )
+    repetition_penalty: float = option(
+        1.0, help="divides positive logits of tokens that occurred, multiplies negative ones", validator=gt(0.0)
+    )
+    presence_penalty: float = option(0.0, help="subtracted from the logits of tokens that were sampled before")
+    stop: list[str] = option(factory=list, help="texts that end an answer")
+
+
+@frozen
 class RunOptions:
     """Where a run is kept."""
 
@@ -160,12 +187,14 @@ CORE_TABLES: dict[str, type] = {
     "reference": ReferenceOptions,
     "run": RunOptions,
 }
-STRATEGY_TABLES = tuple(k for k in HOOKS if k not in ("model", "data", "task"))
+STRATEGY_TABLES = tuple(k for k in HOOKS if k not in ("model", "data"))
 LISTS = ("loss", "tracker", "filter", "reward", "controller")
 """Kinds of which a run may take several, as `[[kind]]`."""
 PATHS = {
     ("model", "path"), ("model", "config"), ("model", "chat_template"), ("reference", "policy"), ("reference", "cache"),
 }  # fmt: skip
 """Keys that may hold a path or something else; options of the type Path need not stand here."""
-OPTIONAL = ("filter", "rollout", "reward", "controller")
+BESIDE: dict[str, type] = {"rollout": SamplingOptions}
+"""Options of the core that stand in a strategy's table, beside its own."""
+OPTIONAL = ("filter", "rollout", "reward", "controller", "task")
 """Kinds that a run may do without."""

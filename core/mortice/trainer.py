@@ -173,6 +173,7 @@ class Trainer:
         Raises TrainingError after `max_nonfinite` non-finite gradients in a row.
         """
         self.optimizer.init(self.params)
+        self.policy.logprobs = lambda groups: self.engine.logprobs(self.params, groups, as_trained=True)
         metrics: Mapping[str, float] = {}
         before: Mapping[str, float] = {}
         error: BaseException | None = None
@@ -205,6 +206,7 @@ class Trainer:
                 error = caught
                 raise
             finally:
+                self.policy.logprobs = None  # it holds the trainer
                 self.hook.on_run_end(run=info, error=error)
         return Outcome(
             self.folder.path, self.step, metrics, before, self._valid, checkpoint, self.signals.received,
@@ -219,6 +221,8 @@ class Trainer:
                 raise TrainingError(
                     f"the source gave {len(groups)} groups and {passes} passes for step {self.step + 1}"
                 )
+            if self.step < self.pace.total:
+                groups = self._with_reference(groups, training=True)  # one scoring for all passes
             for turn in range(passes):
                 if self.step < self.pace.total:
                     yield groups, turn
@@ -226,7 +230,6 @@ class Trainer:
     def _train_step(self, groups: Sequence[Group]) -> Mapping[str, float]:
         start = time.perf_counter()
         mx.reset_peak_memory()
-        groups = self._with_reference(groups, training=True)
         randomness = Randomness(self.seed, self.step, self.turn)
         tally, gradients = self.engine.gradients(self.params, groups, randomness, self.signals.poll, self.past)
         rate = self.learning_rate(self.step)
@@ -247,6 +250,7 @@ class Trainer:
             "tokens_per_second": tally.tokens / seconds,
             **held,
             "nonfinite_steps": self.nonfinite,
+            **getattr(self.source, "metrics", dict)(),
             **self.notices(),
         }
         self._log(metrics)

@@ -57,6 +57,11 @@ def register_sources(register):
         help="JSON Lines files; each row once an epoch, in a seeded order.",
         default=True,
     )
+    register(
+        "rollout",
+        "mortice_plugins.sources.rollout:Rollout",
+        help="Answers sampled from the policy, rewarded, and trained on.",
+    )
 
 
 @hookimpl

@@ -214,6 +214,9 @@ unpaired = _plugin(
     "A prompt, its answer, and whether that is desirable.",
     "unpaired",
 )
+prompt = _plugin(
+    "data", "mortice_plugins.formats.prompt:PromptFormat", "A prompt alone, for answers that are sampled.", "prompt"
+)
 chat = _plugin("data", "mortice_plugins.formats.chat:Chat", "A list of messages; assistant turns are scored.", "chat")
 completion = _plugin(
     "data", "mortice_plugins.formats.completion:CompletionFormat", "A prompt and its completion.", "completion"

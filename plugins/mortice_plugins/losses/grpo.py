@@ -29,7 +29,9 @@ CLIP = {
 }
 """(low, high) of each variant where none is given: as in its paper, for `cispo` as in ScaleRL (arXiv:2510.13786)."""
 PROFILE = {
+    "data.format": "prompt",
     "source.name": "rollout",
+    "rollout.name": "sequential",
     "optimizer.learning_rate": 1e-5,
     "schedule.name": "constant",
     "adapter.rank": 16,

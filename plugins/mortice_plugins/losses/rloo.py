@@ -21,8 +21,8 @@ class RLOO:
     """Policy gradient of whole answers with a leave-one-out baseline.
 
     With R the reward of an answer less the mean reward of the others of its group, which the source gives as its
-    advantage (`[source] baseline = "others"`, the default with this loss), and r = π/π_old of the whole answer, the loss
-    is the mean over answers of
+    advantage (`[source] baseline = "others"`, the default with this loss), and r = π/π_old of the whole answer, the
+    loss is the mean over answers of
 
         −min(r · R, clip(r, 1 − clip, 1 + clip) · R)  +  beta · KL
 
