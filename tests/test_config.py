@@ -617,14 +617,14 @@ def test_requirements_name_plugins_that_would_have_to_be_enabled(load):
 def test_requirements_that_nothing_installed_provides(load):
     @frozen
     class Critic:
-        requires = frozenset({"advantages"})
+        requires = frozenset({"critique"})
 
         def __call__(self, scores, batch):
             raise AssertionError("never called here")
 
     points = with_builtins(point(plugin(register_losses=lambda register: register("critic", Critic))))
     config = load(MODEL + DATA + '[loss]\nname = "critic"\n', entry_points=points)
-    with pytest.raises(ConfigError, match=r"loss 'critic' needs advantages.*no installed plugin provides it"):
+    with pytest.raises(ConfigError, match=r"loss 'critic' needs critique.*no installed plugin provides it"):
         check_requirements(config)
 
 

@@ -278,6 +278,7 @@ class LiveRollout:
     groups: Sequence[Group] = ()
     measured: dict[str, float] = field(factory=dict)
     _engine: LiveEngine | None = None
+    _failing: set[str] = field(factory=set)
 
     best: ClassVar = ("valid/reward", "max")
 
@@ -364,9 +365,13 @@ class LiveRollout:
 
     @property
     def _failed(self) -> Callable[[str, DataError], None] | None:
-        if self.options.reward_errors == "stop":
-            return None
-        return lambda name, error: self.context.report(f"counted as 0: {error}", count=(f"reward_errors_{name}", 1))
+        return None if self.options.reward_errors == "stop" else self._count_failure
+
+    def _count_failure(self, name: str, error: DataError) -> None:
+        """The first of each reward is shown."""
+        text = "" if name in self._failing else f"{error}; it counts as 0, and so will others"
+        self._failing.add(name)
+        self.context.report(text, count=(f"reward_errors_{name}", 1))
 
     def _prepared(self, groups: Sequence[Group]) -> list[Group]:
         """Groups as the losses take them: with pairs, else with advantages."""

@@ -16,7 +16,7 @@ from rich.progress import Progress as Bar
 from mortice.options import ge, option
 from mortice.protocols import RunInfo
 
-SHOWN = ("nll", "odds", "margin", "accuracy", "displacement", "reward")
+SHOWN = ("nll", "odds", "margin", "accuracy", "displacement", "reward", "kl", "length", "truncated")
 """Metrics worth a place beside the loss, where a run has them."""
 
 
@@ -56,7 +56,7 @@ class LiveProgress:
             if self.bar.disable and (now - self.last >= self.every or step == self.total):
                 self.last = now
                 self.console.print(f"step {step}/{self.total}  {text}", soft_wrap=True, markup=False)
-        elif "valid/loss" in metrics:
+        elif any(name.startswith("valid/") for name in metrics):
             found = "  ".join(
                 f"{name} {metrics[f'valid/{name}']:.4f}" for name in ("loss", *SHOWN) if f"valid/{name}" in metrics
             )
