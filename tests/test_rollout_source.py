@@ -8,7 +8,7 @@ from itertools import count
 
 import numpy as np
 import pytest
-from attrs import frozen
+from attrs import evolve, frozen
 from tiny_run import adapter, configure, plugin, run, same, tiny_run, write_lines
 
 from mortice.batch import Completion
@@ -232,10 +232,10 @@ def test_without_rewards(file):
 
 def test_a_broken_reward_stops_or_counts_as_zero(file):
     file.write_text(RUN_FILE.replace('name = "share"', 'name = "broken"'))
-    with pytest.raises(DataError, match=r"prompts.jsonl:\d+, sample \d: reward broken gave nan"):
+    with pytest.raises(DataError, match=r"held_out.jsonl:1, sample \d: reward broken gave nan"):
         go(file)
     found = steps(go(file, "source.reward_errors=zero", "train.steps=1"))
-    assert found[0]["reward"] == 0 and found[0]["reward_errors_broken"] >= 12
+    assert found[0]["reward"] == 0 and found[0]["reward_errors_broken"] >= 8
     assert found[0]["zero_signal"] == 1.0 and found[0]["grad_norm"] == 0.0
 
 
@@ -247,11 +247,23 @@ def test_rewards_are_summed_by_their_weights(file):
 
 
 def test_truncated_answers_can_be_left_out(file):
-    """With one token every answer is cut: masked, they give no gradient."""
-    settings = "rollout.max_tokens=1", "train.steps=1"
-    kept, masked = (steps(go(file, f"source.mask_truncated={m}", *settings))[0] for m in ("false", "true"))
-    assert kept["truncated"] == masked["truncated"] == 1.0
-    assert masked["grad_norm"] == masked["loss"] == 0.0 < kept["grad_norm"]
+    """Of those of six tokens some end in time; masked, the others give no gradient. Where none ends, that is said."""
+    kept, masked = (steps(go(file, f"source.mask_truncated={m}", "train.steps=1"))[0] for m in ("false", "true"))
+    assert 0 < kept["truncated"] == masked["truncated"] < 1
+    assert masked["grad_norm"] != kept["grad_norm"]
+    settings = "rollout.max_tokens=3", "rollout.samples=2", "train.batch_size=1"
+    live = ready(file, "source.mask_truncated=true", *settings).source
+    live.sampling = evolve(live.sampling, eos_ids=tuple(range(0, 272, 9)))
+    groups = [group for step in range(8) for group in live.next(step)[0]]
+    assert all(c.weight == (c.finish_reason != "length") for g in groups for c in g.completions)
+    assert all(any(c.weight for c in g.completions) for g in groups) and live.rollout > 8
+
+
+def test_where_all_answers_are_cut_that_is_said(file):
+    live = ready(file, "source.mask_truncated=true", "rollout.max_tokens=1").source
+    live.sampling = evolve(live.sampling, eos_ids=())
+    with pytest.raises(TrainingError, match=r"all answers of 10 rollouts in a row were cut at rollout\.max_tokens = 1"):
+        live.next(0)
 
 
 def test_two_runs_are_equal_and_seeds_differ(file):

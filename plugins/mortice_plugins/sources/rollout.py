@@ -28,7 +28,7 @@ from mortice_plugins.sources.advantages import BASELINES, SCALES, advantages, be
 
 SAMPLES = "samples.jsonl"
 TRIES = 10
-"""Rollouts in a row without a pair that end a run."""
+"""Rollouts in a row that give nothing to train on, and end a run."""
 VECTORS = ("old_logprobs", "sampler_logprobs")
 
 
@@ -321,7 +321,7 @@ class LiveRollout:
         return self.groups, self.options.inner_epochs
 
     def _sample(self) -> Sequence[Group]:
-        """The groups of the next rollout. Raises TrainingError where ten in a row give no pair."""
+        """The groups of the next rollout. Raises TrainingError where ten in a row give nothing to train on."""
         for _ in range(TRIES):
             number, self.rollout = self.rollout, self.rollout + 1
             prompts = self.prompts.take(number, self.context.batch_size)
@@ -335,9 +335,14 @@ class LiveRollout:
             groups = self._prepared(groups)
             if groups:
                 return self._with_old(groups)
+        if "pairs" in self.context.requires:
+            raise TrainingError(
+                f"{TRIES} rollouts in a row gave no pair: all answers to a prompt were rewarded alike. Raise "
+                "rollout.temperature or rollout.samples, or give rewards that tell answers apart"
+            )
         raise TrainingError(
-            f"{TRIES} rollouts in a row gave no pair: all answers to a prompt were rewarded alike. Raise "
-            "rollout.temperature or rollout.samples, or give rewards that tell answers apart"
+            f"all answers of {TRIES} rollouts in a row were cut at rollout.max_tokens = {self.sampling.max_tokens} and "
+            "masked (source.mask_truncated): raise it"
         )
 
     def _answers(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
@@ -381,12 +386,13 @@ class LiveRollout:
             return [
                 evolve(group, completions=tuple(group.completions[k] for k in pair), pairs=((0, 1),))
                 for group, pair in found
-                if pair is not None
+                if pair is not None and group.completions[pair[0]].weight
             ]
         gains = advantages(rewards, self.options.baseline, self.options.scale)
         return [
             group.with_completions([evolve(c, advantage=gain) for c, gain in zip(group.completions, own)])
             for group, own in zip(groups, gains)
+            if any(c.weight for c in group.completions)
         ]
 
     def _with_old(self, groups: Sequence[Group]) -> Sequence[Group]:
