@@ -20,6 +20,7 @@ _LAZY = {
     "load": "mortice.pretrained",
     "open_rater": "mortice.rating",
     "option": "mortice.options",
+    "resume": "mortice.launch",
     "run": "mortice.launch",
     "score": "mortice.scoring",
 }
@@ -29,7 +30,7 @@ _COMPUTE = {"mortice.launch", "mortice.pretrained", "mortice.rating", "mortice.s
 if TYPE_CHECKING:
     from mortice.batch import Batch, Completion, Group, LossOutput, TokenLogprobs
     from mortice.hookspecs import hookimpl
-    from mortice.launch import run
+    from mortice.launch import resume, run
     from mortice.options import option
     from mortice.pretrained import load
     from mortice.rating import open_rater
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Batch", "Completion", "Group", "LossOutput", "Scores", "TokenLogprobs",
-    "hookimpl", "load", "open_rater", "option", "run", "score",
+    "hookimpl", "load", "open_rater", "option", "resume", "run", "score",
 ]  # fmt: skip
 
 

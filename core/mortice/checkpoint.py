@@ -1,6 +1,6 @@
 """The run folder and its checkpoints. Everything is written to a temporary name, flushed and renamed.
 
-    run.toml  metrics.jsonl  adapter/  checkpoints/step-00200/  best  latest  .lock
+    run.toml  provenance.json  metrics.jsonl  adapter/  checkpoints/step-00200/  best  latest  .lock
 
 A checkpoint is safetensors and JSON; reading one runs no code. `best` and `latest` are small files with a step's
 folder name. What a killed process left under temporary names is never read, and cleared when the folder is made again.
@@ -21,9 +21,10 @@ import mlx.core as mx
 from attrs import define, field, frozen
 
 from mortice import atomic
-from mortice.errors import CheckpointError, MorticeError, TrainingError
+from mortice.errors import CheckpointError, ConfigError, MorticeError, TrainingError
 
 LOCK = ".lock"
+WEIGHTS = "weights.safetensors"
 _NAME = re.compile(r"step-(\d+)")
 
 
@@ -36,6 +37,8 @@ class Checkpoint:
     """The optimizer's state, flattened."""
     state: Mapping[str, Any] = field(factory=dict)
     """JSON values: counters, the state of source and controllers."""
+    weights: Mapping[str, mx.array] = field(factory=dict)
+    """Trained weights that the adapter does not keep (a head's own)."""
 
 
 @define(eq=False)
@@ -46,17 +49,21 @@ class RunFolder:
     keep: int = 2
     """Checkpoints that stay, the best and the newest always among them; 0 for all."""
     best_mode: str = "min"
+    keep_every: int | None = None
+    """Checkpoints of steps that are multiples of this stay too."""
     _lock: IO[str] | None = None
 
     @classmethod
-    def create(cls, path: Path, config: str, *, keep: int = 2, best_mode: str = "min") -> RunFolder:
+    def create(
+        cls, path: Path, config: str, *, keep: int = 2, best_mode: str = "min", keep_every: int | None = None
+    ) -> RunFolder:
         """Make the folder, hold it and write `run.toml`.
 
         Raises TrainingError where another process holds it or a run has left checkpoints in it, MorticeError where it
         cannot be written.
         """
         path = path.absolute()
-        folder = cls(path, keep, best_mode)
+        folder = cls(path, keep, best_mode, keep_every)
         try:
             (path / "checkpoints").mkdir(parents=True, exist_ok=True)
             folder._hold()
@@ -64,12 +71,45 @@ class RunFolder:
                 atomic.clean(part)
             if newest := folder.newest():
                 folder.close()
-                raise TrainingError(f"{path} holds a run already, up to {newest.name}; choose another folder")
+                raise TrainingError(
+                    f"{path} holds a run already, up to {newest.name}; go on with it (mortice resume {path}), or "
+                    "choose another folder"
+                )
             atomic.write_text(path / "run.toml", config)
         except OSError as error:
             folder.close()
             raise MorticeError(f"cannot write the run folder {path}: {error.strerror or error}") from error
         return folder
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """Hold a folder that a run has left, and clear what a killed process left in it.
+
+        Raises ConfigError where it is no run folder, TrainingError where another process holds it, MorticeError where
+        it cannot be written.
+        """
+        path = path.absolute()
+        if not (path / "run.toml").is_file() or not (path / "checkpoints").is_dir():
+            raise ConfigError(f"{path} is no run folder: it has no run.toml with checkpoints beside it")
+        folder = cls(path)
+        try:
+            folder._hold()
+            for part in (path, path / "checkpoints"):
+                atomic.clean(part)
+        except OSError as error:
+            folder.close()
+            raise MorticeError(f"cannot write the run folder {path}: {error.strerror or error}") from error
+        return folder
+
+    def set_aside(self, path: Path) -> Path:
+        """Take a damaged checkpoint out of the way, under a name that is never read."""
+        aside = path.with_name(f"damaged-{path.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        return path.rename(aside)
+
+    def mark_best(self, step: int, metric: float) -> None:
+        """Point `best` at a checkpoint that was saved before its metric was known."""
+        atomic.write_text(self.path / "best", f"{step_name(step)} {metric!r}\n")
 
     def __enter__(self) -> RunFolder:
         return self
@@ -121,9 +161,11 @@ class RunFolder:
                     str(folder / "optimizer.safetensors"), dict(checkpoint.optimizer), metadata={"format": "mlx"}
                 )
                 state = {**checkpoint.state, "step": checkpoint.step, "metric": metric}
+                if checkpoint.weights:
+                    mx.save_safetensors(str(folder / WEIGHTS), dict(checkpoint.weights), metadata={"format": "mlx"})
                 (folder / "state.json").write_text(json.dumps(state, indent=1) + "\n", "utf-8")
             if metric is not None and self._is_best(metric, path.name):
-                atomic.write_text(self.path / "best", f"{path.name}\n")
+                self.mark_best(checkpoint.step, metric)
             atomic.write_text(self.path / "latest", f"{path.name}\n")
             self._retain()
         except (OSError, RuntimeError) as error:
@@ -134,13 +176,15 @@ class RunFolder:
         old = self.best()
         if old is None or old.name == name:
             return True
-        value = json.loads((old / "state.json").read_text("utf-8"))["metric"]
+        named = (self.path / "best").read_text("utf-8").split()
+        value = float(named[1]) if len(named) > 1 else json.loads((old / "state.json").read_text("utf-8"))["metric"]
         return metric < value if self.best_mode == "min" else metric > value
 
     def _retain(self) -> None:
         best, found = self.best(), self.checkpoints()
-        surplus = len(found) - self.keep if self.keep else 0
-        for path in [p for p in found[:-1] if p != best][: max(0, surplus)]:
+        passing = [p for p in found if not self.keep_every or step_of(p) % self.keep_every]
+        surplus = len(passing) - self.keep if self.keep else 0
+        for path in [p for p in passing if p not in (best, found[-1])][: max(0, surplus)]:
             gone = atomic.temporary(path)  # renamed first: a kill must not leave half of one under its name
             path.rename(gone)
             shutil.rmtree(gone)
@@ -148,7 +192,7 @@ class RunFolder:
     def checkpoints(self) -> list[Path]:
         """Complete checkpoints, oldest step first."""
         found = [p for p in (self.path / "checkpoints").iterdir() if _NAME.fullmatch(p.name) and _complete(p)]
-        return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
+        return sorted(found, key=step_of)
 
     def newest(self) -> Path | None:
         """The checkpoint of the highest step."""
@@ -165,7 +209,8 @@ class RunFolder:
         file = self.path / name
         if not file.exists():
             return None
-        path = self.path / "checkpoints" / file.read_text("utf-8").strip()
+        named = file.read_text("utf-8").split()
+        path = self.path / "checkpoints" / (named[0] if named else "none")
         return path if _complete(path) else None
 
 
@@ -177,12 +222,18 @@ def step_name(step: int) -> str:
     return f"step-{step:05d}"
 
 
+def step_of(path: Path) -> int:
+    """The step of a checkpoint's folder."""
+    return int(path.name.removeprefix("step-"))
+
+
 def load_checkpoint(path: Path) -> Checkpoint:
     """Raises CheckpointError for a checkpoint that is missing or damaged."""
     try:
         state = json.loads((path / "state.json").read_text("utf-8"))
         optimizer: Any = mx.load(str(path / "optimizer.safetensors"))
-        mx.eval(optimizer)  # reads it: a file that was cut shows here
-        return Checkpoint(state["step"], optimizer, state)
+        weights: Any = mx.load(str(path / WEIGHTS)) if (path / WEIGHTS).exists() else {}
+        mx.eval(optimizer, weights)  # reads it: a file that was cut shows here
+        return Checkpoint(state["step"], optimizer, state, weights)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise CheckpointError(f"{path} is no complete checkpoint: {error}") from error

@@ -21,13 +21,15 @@ from mortice.sizes import readable
 if TYPE_CHECKING:
     from mortice.batch import Group
     from mortice.budget import Fitted
+    from mortice.checkpoint import RunFolder
     from mortice.config import RunConfig
     from mortice.planning import Estimate
     from mortice.pretrained import Pretrained
     from mortice.protocols import Adapter, LiveSource, Policy, Sampling
     from mortice.reference import Reference
     from mortice.step import Engine
-    from mortice.trainer import Outcome, Signals
+    from mortice.tables import TrainOptions
+    from mortice.trainer import Outcome, Signals, Trainer
 
 
 @define
@@ -279,19 +281,28 @@ def train(config: RunConfig, notices: Notices | None = None) -> Outcome:
     """
     blas.load()
 
+    from mortice import provenance
     from mortice.checkpoint import RunFolder
-    from mortice.protocols import RunInfo
-    from mortice.trainer import Pace, Trainer
 
     prepared = prepare(config, notices, train=True)
+    config = prepared.config
+    options, best = _checked(prepared)
+    with RunFolder.create(
+        config.run_path, config.effective_toml(), keep=options.keep, best_mode=options.best_mode or "min",
+        keep_every=options.keep_every,
+    ) as folder:  # fmt: skip
+        provenance.write(folder.path, provenance.provenance(config, prepared.total_steps))
+        return _run(prepared, options, folder, best)
+
+
+def _checked(prepared: Prepared) -> tuple[TrainOptions, str | None]:
+    """The options of the loop and the metric that `best` goes by. Raises ConfigError where validation lacks."""
     config, notices = prepared.config, prepared.notices
-    options, total = config.train, prepared.total_steps
-    learning_rate = config.schedule.build(config.optimizer.learning_rate, total)
-    engine = prepared.engine
+    options = config.train
     default, mode = getattr(prepared.source, "best", ("valid/loss", "min"))
     best = options.best or (default if prepared.source.can_validate else None)
-    if options.best is None and ("train", "best_mode") not in config.origins:
-        options = evolve(options, best_mode=mode)
+    if options.best_mode is None:
+        options = evolve(options, best_mode=mode if options.best is None else "min")
     if options.best and not prepared.source.can_validate:
         raise ConfigError(f"train.best is {options.best!r}, but there is no validation data (data.valid)")
     if config.controllers and not prepared.source.can_validate:
@@ -299,44 +310,55 @@ def train(config: RunConfig, notices: Notices | None = None) -> Outcome:
         raise ConfigError(f"controller {names}: controllers go by validation, and there is none (data.valid)")
     share = f"trainable parameters: {prepared.trainable:,} of {prepared.parameters:,}"
     notices(f"{share} ({prepared.trainable / prepared.parameters:.3%})")
+    return options, best
 
-    with RunFolder.create(
-        config.run_path, config.effective_toml(), keep=options.keep, best_mode=options.best_mode
-    ) as folder:
-        trainer = Trainer(
-            engine=engine,
-            policy=prepared.policy,
-            adapter=prepared.adapter,
-            optimizer=config.optimizer.build(),
-            learning_rate=learning_rate,
-            source=prepared.source,
-            folder=folder,
-            pace=Pace(
-                total=total,
-                validate_every=options.validate_every or max(1, total // 10),
-                save_every=options.save_every,
-                clip_norm=options.clip_norm,
-                max_nonfinite=options.max_nonfinite,
-                best=best,
-                best_mode=options.best_mode,
-            ),
-            seed=options.seed,
-            signals=prepared.signals,
-            hook=config.plugins.hook,
-            reference=prepared.reference,
-            trackers=config.trackers,
-            controllers=config.controllers,
-            head_params=prepared.head_params,
-            override=lambda changes: make_engine(config.with_overrides(changes), engine.model),
-            notices=lambda: notices.counts,
-        )
-        info = RunInfo(folder.path, total, prepared.trainable, prepared.parameters, config)
-        shown, notices.show = notices.show, trainer.say
-        try:
-            with _allocator(options.cache_limit, prepared.fitted):
-                return trainer.run(info)
-        finally:
-            notices.show = shown  # else run and notices hold each other, and the model with them
+
+def _run(
+    prepared: Prepared, options: TrainOptions, folder: RunFolder, best: str | None,
+    restore: Callable[[Trainer], None] = lambda trainer: None,
+) -> Outcome:  # fmt: skip
+    """The loop of a prepared run in its folder, from the start or from where `restore` puts it."""
+    from mortice.protocols import RunInfo
+    from mortice.trainer import Pace, Trainer
+
+    config, notices, total = prepared.config, prepared.notices, prepared.total_steps
+    engine = prepared.engine
+    trainer = Trainer(
+        engine=engine,
+        policy=prepared.policy,
+        adapter=prepared.adapter,
+        optimizer=config.optimizer.build(),
+        learning_rate=config.schedule.build(config.optimizer.learning_rate, total),
+        source=prepared.source,
+        folder=folder,
+        pace=Pace(
+            total=total,
+            validate_every=options.validate_every or max(1, total // 10),
+            save_every=options.save_every,
+            clip_norm=options.clip_norm,
+            max_nonfinite=options.max_nonfinite,
+            best=best,
+            best_mode=options.best_mode or "min",
+        ),
+        seed=options.seed,
+        signals=prepared.signals,
+        hook=config.plugins.hook,
+        reference=prepared.reference,
+        trackers=config.trackers,
+        controllers=config.controllers,
+        head_params=prepared.head_params,
+        override=lambda changes: make_engine(config.with_overrides(changes), engine.model),
+        notices=lambda: notices.counts,
+        count_notices=notices.counts.update,
+    )
+    restore(trainer)
+    info = RunInfo(folder.path, total, prepared.trainable, prepared.parameters, config, trainer.step, trainer.restored)
+    shown, notices.show = notices.show, trainer.say
+    try:
+        with _allocator(options.cache_limit, prepared.fitted):
+            return trainer.run(info)
+    finally:
+        notices.show = shown  # else run and notices hold each other, and the model with them
 
 
 @contextmanager
@@ -358,6 +380,79 @@ def _allocator(cache_limit: float | None, fitted: Fitted | None) -> Iterator[Non
     finally:
         mx.set_cache_limit(cache_before)
         mx.set_memory_limit(memory_before)
+
+
+def resume(
+    path: str | Path, *, settings: Sequence[str] = (), force: bool = False, notices: Notices | None = None
+) -> Outcome:
+    """Go on with the run in a folder, from its last whole checkpoint, as if it had never stopped.
+
+    `settings` are `table.key=value` strings. What the run was made with must be what it was, but for settings that
+    change no step (`mortice.provenance.FREE`), unless `force`. A damaged checkpoint is set aside and the one before it
+    is taken; a run that has none begins anew.
+
+    Raises ConfigError for a folder without a run, a run that is complete, or one that has changed; and what `train`
+    does.
+    """
+    blas.load()
+
+    from mortice import atomic, provenance
+    from mortice.checkpoint import RunFolder
+    from mortice.config import load_config
+
+    notices = notices or Notices()
+    with RunFolder.open(Path(path)) as folder:
+        config = load_config(folder.path / "run.toml", settings=settings)
+        config = evolve(config, run_path=folder.path)
+        prepared = prepare(config, notices, train=True)
+        config = prepared.config
+        total = prepared.total_steps
+        old, new = provenance.read(folder.path), provenance.provenance(config, total)
+        grave, light = provenance.differences(old, new)
+        if grave and not force:
+            raise ConfigError(
+                "\n  ".join([f"{folder.path}: this is not the run that stopped", *grave])
+                + "\nbring back what it was, or go on all the same with --force"
+            )
+        for line in (*grave, *light):
+            notices(f"changed: {line}")
+        options, best = _checked(prepared)
+        folder.keep, folder.best_mode, folder.keep_every = options.keep, options.best_mode or "min", options.keep_every
+
+        def restore(trainer: Trainer) -> None:
+            step = _restore(trainer, folder, notices, force=force)
+            if step >= total:
+                raise ConfigError(
+                    f"{folder.path} is complete: it has done {step} of {total} steps (more: --set train.steps=N)"
+                )
+            if old["total_steps"] != total:
+                before = config.schedule.build(config.optimizer.learning_rate, old["total_steps"])
+                notices(
+                    f"total steps {old['total_steps']} → {total}: the learning rate of step {step + 1} is "
+                    f"{trainer.learning_rate(step):.3g}, it was {before(min(step, old['total_steps'] - 1)):.3g}"
+                )
+            atomic.write_text(folder.path / "run.toml", config.effective_toml())
+            provenance.write(folder.path, new)
+
+        return _run(prepared, options, folder, best, restore)
+
+
+def _restore(trainer: Trainer, folder: RunFolder, notices: Notices, *, force: bool) -> int:
+    """Put the trainer where the newest whole checkpoint is; the step, 0 where there is none."""
+    from mortice.checkpoint import load_checkpoint
+    from mortice.errors import CheckpointError
+
+    for path in reversed(folder.checkpoints()):
+        try:
+            trainer.restore(load_checkpoint(path), path, force=force)
+        except CheckpointError as error:
+            aside = folder.set_aside(path)
+            notices(f"{error}; it is set aside as {aside.name}, and the one before it is taken")
+            continue
+        notices(f"going on from step {trainer.step}")
+        return trainer.step
+    notices("there is no whole checkpoint: the run begins anew")
+    return 0
 
 
 def run(

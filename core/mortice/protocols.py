@@ -420,6 +420,8 @@ class RunInfo:
     config: Any = field(repr=False, default=None)
     """The effective configuration (`mortice.config.RunConfig`)."""
     start_step: int = 0
+    resumed: bool = False
+    """Whether the run goes on from a checkpoint, that of `start_step`."""
 
 
 class LiveTracker(Protocol):

@@ -91,8 +91,15 @@ class TrainOptions:
     keep: int = option(
         2, help="checkpoints that stay, the best and the newest always among them; 0 for all", validator=ge(0)
     )
+    keep_every: int | None = option(
+        None, help="checkpoints of steps that are multiples of this stay too", validator=optional(ge(1))
+    )
     best: str | None = option(None, help="metric of the best checkpoint (default valid/loss)")
-    best_mode: str = option("min", help='"min" or "max" is better', validator=in_(("min", "max")))
+    best_mode: str | None = option(
+        None,
+        help='"min" or "max" of it is better (default: min; of the reward of a run that samples, max)',
+        validator=optional(in_(("min", "max"))),
+    )
     cache_limit: float | None = option(
         None,
         help="most GB that MLX's allocator keeps unused (default: 0.032 on the CPU, where more is slower; 2 on a GPU)",

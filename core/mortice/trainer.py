@@ -27,8 +27,9 @@ from mortice import atomic
 from mortice.batch import Gradients, Group
 from mortice.checkpoint import Checkpoint, RunFolder
 from mortice.context import Randomness
-from mortice.errors import ConfigError, TrainingError, suggest
+from mortice.errors import CheckpointError, ConfigError, DataError, TrainingError, suggest
 from mortice.objective import Statistics
+from mortice.pretrained import some
 from mortice.protocols import (
     Adapter,
     Controller,
@@ -41,7 +42,7 @@ from mortice.protocols import (
     Tracker,
 )
 from mortice.reference import Reference, coming
-from mortice.step import Engine, clip, saved_statistics
+from mortice.step import Engine, clip, restored_statistics, saved_statistics
 
 
 @frozen
@@ -142,9 +143,15 @@ class Trainer:
     notices: Callable[[], Mapping[str, int]] = dict
     """What was counted outside the loop and belongs in every line of metrics."""
 
+    count_notices: Callable[[Mapping[str, int]], None] = lambda counts: None
+    """Takes the counts of a run that goes on."""
+
+    restored: bool = False
     step: int = 0
     turn: int = 0
     """Pass over the groups of one pull."""
+    left: int = 0
+    """Passes of that pull that come."""
     tokens: int = 0
     seconds: float = 0.0
     peak_gb: float = 0.0
@@ -167,12 +174,53 @@ class Trainer:
     def params(self) -> Params:
         return self.policy.params
 
+    def restore(self, checkpoint: Checkpoint, path: Path, *, force: bool = False) -> None:
+        """Be where a run was that saved this checkpoint in `path`. Raises CheckpointError where it does not fit,
+        DataError where the source has other data, unless `force`."""
+        state = checkpoint.state
+        own = {name: value for name, value in self.params.items() if name not in self.head_params}
+        wrong = [n for n in self.head_params if n not in checkpoint.weights]
+        if wrong:
+            raise CheckpointError(f"{path} lacks weights of the head: {', '.join(sorted(wrong))}")
+        try:
+            params = self.adapter.load(self.engine.model, path / "adapter", own)
+            params |= {name: checkpoint.weights[name] for name in self.head_params}
+            mx.eval(params)
+        except RuntimeError as error:
+            raise CheckpointError(f"{path} is damaged: {error}") from error
+        self.policy.params = params
+        self.engine.model.bind(params)
+        self.optimizer.init(params)
+        lacking = {name for name, _ in tree_flatten(self.optimizer.state)} ^ set(checkpoint.optimizer)
+        if lacking:
+            raise CheckpointError(f"{path} holds the state of another optimizer: {some(sorted(lacking))}")
+        _fill(self.optimizer.state, checkpoint.optimizer)
+        self.step = self._saved_step = checkpoint.step
+        self.restored = True
+        for name in ("turn", "left", "tokens", "seconds", "peak_gb", "nonfinite", "nonfinite_in_a_row"):
+            setattr(self, name, state[name])
+        try:
+            self.source.restore(state["source"])
+        except DataError:
+            if not force:
+                raise
+        self.controller_state, self.overrides = dict(state["controllers"]), dict(state["overrides"])
+        if self.overrides:
+            assert self.override is not None
+            self.engine = self.override(self.overrides)
+        self.start, self._best = dict(state["start"]), state["best"]
+        self._valid, self._valid_step = dict(state["valid"]), state["valid_step"]
+        self.past = restored_statistics(self.engine.losses, state["statistics"])
+        self.count_notices(state["notices"])
+
     def run(self, info: RunInfo) -> Outcome:
-        """Train to the end or to a signal. The run folder holds a complete state either way.
+        """Train to the end or to a signal, from the start or from where `restore` has put it. The run folder holds a
+        complete state either way.
 
         Raises TrainingError after `max_nonfinite` non-finite gradients in a row.
         """
-        self.optimizer.init(self.params)
+        if not self._going_on:
+            self.optimizer.init(self.params)
         self.policy.logprobs = lambda groups: self.engine.logprobs(self.params, groups, as_trained=True)
         metrics: Mapping[str, float] = {}
         before: Mapping[str, float] = {}
@@ -184,7 +232,11 @@ class Trainer:
                 try:
                     if self.reference is not None:
                         self._score_ahead(self.reference)
-                    before = self._validate()
+                    if self._going_on:
+                        before = self.start
+                        self._catch_up()
+                    else:
+                        before = self._validate()
                     if self.reference is not None:
                         self.reference.settle()
                     self._watched()  # a metric that validation lacks is found before the first step
@@ -213,6 +265,23 @@ class Trainer:
             self.tokens, self.seconds, self.peak_gb,
         )  # fmt: skip
 
+    @property
+    def _going_on(self) -> bool:
+        """Whether the run is restored, beyond its first validation."""
+        return self.restored and bool(self.step or self.start)
+
+    def _catch_up(self) -> None:
+        """What a run that went through has behind it at this step: scores of the reference for what is held out, and
+        the validation of this step, where a signal came before it."""
+        if self.reference is not None and self.reference.known and self.source.can_validate:
+            self.source.validate(self._only_score)
+        due = self.step % self.pace.validate_every == 0 or self.step == self.pace.total
+        if due and self.step and self._valid_step != self.step:
+            self._validate()
+            if self._improved():
+                assert self._best is not None
+                self.folder.mark_best(self.step, self._best)
+
     def _turns(self) -> Iterator[tuple[Sequence[Group], int]]:
         """Groups of each optimizer step. A pull may serve several passes; a run may end inside them."""
         while self.step < self.pace.total:
@@ -223,8 +292,10 @@ class Trainer:
                 )
             if self.step < self.pace.total:
                 groups = self._with_reference(groups, training=True)  # one scoring for all passes
-            for turn in range(passes):
+            first = self.turn + 1 if self.left else 0  # a run that goes on may stand between two passes
+            for turn in range(first, passes):
                 if self.step < self.pace.total:
+                    self.left = passes - turn - 1
                     yield groups, turn
 
     def _train_step(self, groups: Sequence[Group]) -> Mapping[str, float]:
@@ -321,19 +392,26 @@ class Trainer:
         groups = self._with_reference(groups, training=False)
         return self.engine.evaluate(self.params, groups, self.signals.poll, self.past).values()
 
+    def _only_score(self, groups: Sequence[Group]) -> dict[str, float]:
+        self._with_reference(groups, training=False, exact=True)
+        return {}
+
     def _score_ahead(self, reference: Reference) -> None:
         """The groups of training under the reference; those held out follow when they are first evaluated."""
-        steps = coming(self.source, self.step, self.pace.total) if reference.known else ()
-        reference.ahead(steps, exact=self.step == 0, poll=self.signals.poll, tell=self.say)
+        # From the first step on, wherever the run stands: so every score is that of a run that went through.
+        steps = coming(self.source, 0, self.pace.total) if reference.known else ()
+        reference.ahead(steps, exact=True, poll=self.signals.poll, tell=self.say)
 
-    def _with_reference(self, groups: Sequence[Group], *, training: bool) -> Sequence[Group]:
+    def _with_reference(
+        self, groups: Sequence[Group], *, training: bool, exact: bool | None = None
+    ) -> Sequence[Group]:  # fmt: skip
         """Groups with the reference's log-probabilities, where a loss needs them. The policy is bound again.
 
         At step 0 the policy may be its own reference, and equal to the last bit; later only rounding is at stake.
         """
         if self.reference is None:
             return groups
-        filled = self.reference.fill(groups, training=training, exact=self.step == 0)
+        filled = self.reference.fill(groups, training=training, exact=self.step == 0 if exact is None else exact)
         self.engine.model.bind(self.params)
         return filled
 
@@ -379,16 +457,23 @@ class Trainer:
             state={
                 "seed": self.seed,
                 "turn": self.turn,
+                "left": self.left,
                 "tokens": self.tokens,
                 "seconds": self.seconds,
+                "peak_gb": self.peak_gb,
                 "nonfinite": self.nonfinite,
                 "nonfinite_in_a_row": self.nonfinite_in_a_row,
                 "source": self.source.state(),
                 "controllers": dict(self.controller_state),
                 "overrides": dict(self.overrides),
                 "start": self.start,
+                "best": self._best,
+                "valid": dict(self._valid),
+                "valid_step": self._valid_step,
+                "notices": dict(self.notices()),
                 "statistics": saved_statistics(self.engine.losses, self.past),
             },
+            weights={name: self.params[name] for name in self.head_params},
         )
         path = self.folder.save(checkpoint, self._write_weights, self._watched())
         self._saved_step = self.step
@@ -414,6 +499,15 @@ class Trainer:
         """Show a notice through the trackers that can."""
         for tracker in self._live:
             getattr(tracker, "say", lambda _: None)(message)
+
+
+def _fill(state: Any, saved: Mapping[str, mx.array], prefix: str = "") -> None:
+    """Put saved arrays, flattened, in the places of a state's own."""
+    for key, value in list(state.items() if isinstance(state, dict) else enumerate(state)):
+        if isinstance(value, (dict, list)):
+            _fill(value, saved, f"{prefix}{key}.")
+        else:
+            state[key] = saved[f"{prefix}{key}"]
 
 
 def memory() -> dict[str, float]:

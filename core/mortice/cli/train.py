@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mortice.cli.run_flags import RunFlags, load
+
+if TYPE_CHECKING:
+    from mortice.trainer import Outcome
 
 
 def train(file: Path, *, run: Path | None = None, flags: RunFlags | None = None) -> int:
@@ -27,10 +31,14 @@ def train(file: Path, *, run: Path | None = None, flags: RunFlags | None = None)
     from mortice.launch import train as launch
 
     config = load(file, flags, run)
-    outcome = launch(config, Notices(show=warn, progress=warn))
+    return report(launch(config, Notices(show=warn, progress=warn)))
+
+
+def report(outcome: Outcome) -> int:
+    """Print how a run ended; the exit code."""
     print(f"{'stopped at' if outcome.signal else 'done:'} step {outcome.steps}, {outcome.tokens:,} tokens")
     for name in sorted(set(outcome.before) & set(outcome.after)):
-        if name in ("loss", "nll", "margin", "accuracy", "displacement"):
+        if name in ("loss", "nll", "margin", "accuracy", "displacement", "reward"):
             print(f"held out {name}: {outcome.before[name]:.4f} → {outcome.after[name]:.4f}")
     print(f"checkpoint: {outcome.checkpoint}")
     print(f"adapter:    {outcome.path / 'adapter'}")

@@ -454,7 +454,7 @@ class LiveRollout:
                     **answer.extras,
                 }  # fmt: skip
                 lines.append(json.dumps(line, ensure_ascii=False) + "\n")
-        with (self.context.folder / SAMPLES).open("a", encoding="utf-8") as file:
+        with (self.context.folder / SAMPLES).open("a" if number else "w", encoding="utf-8") as file:
             file.write("".join(lines))
 
     def state(self) -> dict[str, Any]:

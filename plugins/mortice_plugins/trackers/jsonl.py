@@ -25,7 +25,7 @@ class JSONLines:
     def open(self, run: RunInfo, /) -> Iterator[LiveLines]:
         path = run.path / "metrics.jsonl"
         if path.exists():
-            _cut(path, run.start_step)
+            _cut(path, run.start_step if run.resumed else -1)
         with path.open("ab", buffering=0) as file:
             yield LiveLines(file)
 
