@@ -154,14 +154,11 @@ class Store:
         return Store(mx.contiguous(self.array[:count]), self.view is not None)
 
 
-def _compaction(kept: Sequence[int], count: int) -> tuple[list[int], list[tuple[int, int]]]:
-    """Fill the holes that others leave among `count` places with the last ones: (old places in the new order, moves)."""
-    order = list(kept)
-    size = len(order)
-    there = [i for i in order if i < size]
-    spare = [i for i in order if i >= size]
-    holes = sorted(set(range(size)) - set(there))
-    moves = list(zip(holes, spare))
+def _compaction(kept: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+    """Fill the holes that others leave with the last ones: (old places in the new order, moves (to, from))."""
+    size = len(kept)
+    holes = sorted(set(range(size)) - set(kept))
+    moves = list(zip(holes, sorted(i for i in kept if i >= size)))
     taken = dict(moves)
     return [taken.get(i, i) for i in range(size)], moves
 
@@ -262,7 +259,8 @@ class Bundle:
             bias = np.where(hidden, np.float32(MASKED), np.float32(0))[:, None, None]
             bias = bias if self._host else mx.array(bias)
         own = [Store(mx.zeros((self.rows, s[0], room, s[2]), dtype), self._host) for s in (keys, values)]
-        return _Layer(*own, window, room, *(Store(x, self._host) if width else None for x in stacked), bias)
+        behind = [Store(x, self._host) if width else None for x in stacked]
+        return _Layer(own[0], own[1], window, room, behind[0], behind[1], bias)
 
     def _limit(self, window: int | None) -> int:
         """Own tokens that a layer ever has to hold."""
@@ -371,13 +369,13 @@ class Bundle:
         self._written = set()
 
     def keep(self, rows: Sequence[int]) -> list[int]:
-        """Let all other rows go, and prompts that nobody needs. Returns the old places of the rows in their new order."""
-        order, moves = _compaction(rows, self.rows)
+        """Let all other rows go, and prompts that nobody needs. Returns the rows' old places in their new order."""
+        order, moves = _compaction(rows)
         for layer in self._layers.values():
             layer.keys, layer.values = (s.moved(moves, len(order)) for s in (layer.keys, layer.values))
         self._states = [self._states[i] for i in order]
         owners = [self.owner[i] for i in order]
-        prompts, moves = _compaction(sorted(set(owners)), len(self.lengths))
+        prompts, moves = _compaction(sorted(set(owners)))
         for layer in self._layers.values():
             if layer.bias is not None:
                 layer.bias = layer.bias[np.array(prompts) if self._host else mx.array(prompts)]
@@ -465,13 +463,15 @@ class DecodingContext(Context):
             arrays = [x.astype(mx.float32) for x in arrays]
             mx.eval(arrays)
             arrays = [np.array(x, copy=False) for x in arrays]
-        start, outs = 0, []
+        start = 0
+        outs: list[Any] = []
         for bundle in self._bundles:
             outs.append(bundle.attend(*(x[start : start + bundle.rows] for x in arrays), **given))
             start += bundle.rows
-        join = np.concatenate if self._host else mx.concatenate
-        out = outs[0] if len(outs) == 1 else join(outs)
-        return mx.array(out).astype(q.dtype) if self._host else out.astype(q.dtype)
+        if len(outs) > 1:
+            outs = [np.concatenate(outs) if self._host else mx.concatenate(outs)]
+        out = mx.array(outs[0]) if self._host else outs[0]
+        return out.astype(q.dtype)
 
     def scan(self, recurrence: Recurrence, *inputs: mx.array, layer: int = 0) -> mx.array:
         outs, start = [], self.before

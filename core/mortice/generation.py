@@ -1,4 +1,4 @@
-"""Decoding one sequence with a K/V cache, and what ends an answer. Many at once: `decoding.py`, for `rollout` engines."""
+"""Decoding one sequence with a K/V cache, and what ends an answer. Many at once: `decoding.py`."""
 
 from __future__ import annotations
 

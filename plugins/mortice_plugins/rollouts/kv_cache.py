@@ -79,7 +79,7 @@ class Statistics:
 
 @frozen
 class Cost:
-    """What a token's keys and values take in each layer, with the layer's window, and what a row's states take: bytes."""
+    """Bytes that a token's keys and values take in each layer, with the layer's window, and those of a row's states."""
 
     layers: tuple[tuple[int, int | None], ...] = ()
     states: int = 0
@@ -288,8 +288,8 @@ class KVCacheEngine:
 
 def _cohorts(prompts: Sequence[Prompt], beginning: Sequence[Sequence[_Row]], longest: int) -> list[_Cohort]:
     """Rows that have their first token, with those behind prompts of like lengths."""
-    going_on = [(prompt, [row for row in rows if row.answer.reason is None]) for prompt, rows in zip(prompts, beginning)]
-    going_on = [(prompt, rows) for prompt, rows in going_on if rows]
+    left = [[row for row in rows if row.answer.reason is None] for rows in beginning]
+    going_on = [(prompt, rows) for prompt, rows in zip(prompts, left) if rows]
     found = []
     for places in bundled([prompt.length for prompt, _ in going_on]):
         own = [going_on[i] for i in places]
