@@ -11,21 +11,21 @@ from mortice import blas
 
 LOADED = blas.load()  # before anything imports mlx
 
-from benchmarks import groups, heads, losses, options, plots, rate, report, slopes, steps  # noqa: E402
+from benchmarks import groups, heads, losses, options, plots, rate, report, rollouts, slopes, steps  # noqa: E402
 from benchmarks.measurement import Journal  # noqa: E402
 from benchmarks.settings import Settings  # noqa: E402
 from mortice.errors import MorticeError  # noqa: E402
 
 SECTIONS = {
     "steps": steps.run, "groups": groups.run, "heads": heads.run, "slopes": slopes.run, "options": options.run,
-    "rate": rate.run,
+    "rate": rate.run, "rollouts": rollouts.run,
 }  # fmt: skip
 
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m benchmarks", description="Memory and speed of mortice, measured.")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="sections (default: all)")
-    parser.add_argument("--model", type=Path, help="folder of the model for steps, groups and rate")
+    parser.add_argument("--model", type=Path, help="folder of the model for steps, groups, options, rate and rollouts")
     parser.add_argument("--pairs", type=Path, help="preference file (JSON Lines) for steps and rate")
     parser.add_argument("--peers", metavar="PYTHON", help="a Python that has mlx-lm and mlx-lm-lora")
     parser.add_argument("--repeats", type=int, help="rounds of fresh processes (default 3; 1 with --quick)")

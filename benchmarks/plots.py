@@ -117,7 +117,11 @@ def _options(report: Report) -> list[Panel]:
     ]
 
 
+def _rollouts(report: Report) -> list[Panel]:
+    return [_bars(report.tables[-1].rows, ("prompts", "side"), "tokens/s", "tokens a second")]
+
+
 PANELS: dict[str, Callable[[Report], list[Panel]]] = {
     "steps": _steps, "groups": _groups, "heads": _heads, "slopes": _slopes, "options": _options,
-    "rate": _rate,
+    "rate": _rate, "rollouts": _rollouts,
 }  # fmt: skip

@@ -18,6 +18,7 @@ from mortice.context import SpanContext
 from mortice.generation import generate_tokens, next_token, stream_text
 from mortice.pretrained import load
 from mortice.protocols import Sampling
+from mortice.sampling import Draw
 
 GREEDY = Sampling(max_tokens=20, temperature=0.0)
 
@@ -64,7 +65,7 @@ def test_sampling_follows_the_distribution_it_is_told():
     logits = mx.log(mx.array([0.5, 0.3, 0.15, 0.05]))
 
     def share(**options) -> list[float]:
-        draws = Counter(next_token(logits, Sampling(seed=s, **options), 0) for s in range(2000))
+        draws = Counter(next_token(logits, Sampling(**options), Draw(0, s, 0)).token for s in range(2000))
         return [draws[i] / 2000 for i in range(4)]
 
     assert share() == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.04)

@@ -14,9 +14,10 @@ from mortice.context import SpanContext
 from mortice.errors import DataError
 from mortice.generation import generate_tokens
 from mortice.protocols import EngineContext, Request, Sampling
+from mortice_plugins.rollouts.kv_cache import KVCache
 from mortice_plugins.rollouts.sequential import Sequential
 
-ENGINES = {"sequential": Sequential()}
+ENGINES = {"sequential": Sequential(), "kv-cache": KVCache(), "kv-cache, few at once": KVCache(rows=2, cache_tokens=24)}
 REQUESTS = [Request((1, 2, 3), "a"), Request((4, 5), "b"), Request((1, 2, 3), "c")]
 
 

@@ -1,4 +1,4 @@
-"""Decoding one sequence with a K/V cache. Rollouts of many sequences at once are the `rollout` kind's business."""
+"""Decoding one sequence with a K/V cache, and what ends an answer. Many at once: `decoding.py`."""
 
 from __future__ import annotations
 
@@ -6,42 +6,77 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 
 import mlx.core as mx
-from attrs import frozen
+import numpy as np
+from attrs import define, field, frozen
 
 from mortice import staging
-from mortice.batch import Group
+from mortice.batch import Completion, Group
 from mortice.context import CacheContext
 from mortice.data import check_vocabulary
 from mortice.linear import FEW, on_cpu
 from mortice.model import Model
-from mortice.objective import number
 from mortice.protocols import Sampling
-from mortice.randomness import stable_key
+from mortice.sampling import Chosen, Draw
+from mortice.sampling import draw as sampled
 from mortice.tokenizer import Tokenizer
 
 PREFILL = 512
 """Prompt tokens in one forward."""
+TAIL = 8
+"""Tokens among which a character that has just become whole lies: its bytes may come one by one."""
 
 
-def next_token(logits: mx.array, sampling: Sampling, place: int) -> int:
-    """Choose from logits `[V]` (soft-capped): greedy at temperature 0, else a keyed draw from what top-k, top-p and
-    min-p leave of the distribution at the temperature."""
-    if sampling.temperature == 0:
-        return int(number(mx.argmax(logits)))
-    logprobs = mx.log(mx.softmax(logits.astype(mx.float32) / sampling.temperature))
-    if sampling.top_k:
-        least = mx.sort(logprobs)[-min(sampling.top_k, logprobs.size)]
-        logprobs = mx.where(logprobs < least, -mx.inf, logprobs)
-    if sampling.top_p < 1:
-        order = mx.argsort(-logprobs)
-        ranked = mx.exp(logprobs[order])
-        before = mx.cumsum(ranked) - ranked  # probability of everything more likely
-        keep = mx.zeros(logprobs.shape, dtype=mx.bool_).at[order].maximum(before < sampling.top_p)
-        logprobs = mx.where(keep, logprobs, -mx.inf)
-    if sampling.min_p:
-        least = mx.max(logprobs) + mx.log(mx.array(sampling.min_p))
-        logprobs = mx.where(logprobs < least, -mx.inf, logprobs)
-    return int(number(mx.random.categorical(logprobs, key=stable_key(sampling.seed, "token", place))))
+def next_token(logits: mx.array, sampling: Sampling, draw: Draw) -> Chosen:
+    """Choose from logits `[V]` (soft-capped): see `mortice.sampling`."""
+    row = logits[None]
+    return sampled(np.array(row.astype(mx.float32)) if on_cpu() else row, [draw], sampling)[0]
+
+
+@define(eq=False)
+class Growing:
+    """An answer of which one token after the other comes in."""
+
+    sampling: Sampling
+    tokenizer: Tokenizer
+    ids: list[int] = field(factory=list)
+    logprobs: list[float] = field(factory=list)
+    reason: str | None = None
+    """Why it ended, None while it goes on."""
+    text: str | None = None
+    """Once it has ended: without the id or the text that ended it."""
+
+    def add(self, chosen: Chosen) -> None:
+        self.ids.append(chosen.token)
+        self.logprobs.append(chosen.logprob)
+        if chosen.token in self.sampling.eos_ids:
+            self._end("stop", self.tokenizer.decode(self.ids[:-1]))
+        elif (cut := self._stopped()) is not None:
+            self._end("stop-string", cut)
+        elif len(self.ids) >= self.sampling.max_tokens:
+            self._end("length", self.tokenizer.decode(self.ids))
+
+    def _end(self, reason: str, text: str) -> None:
+        self.reason, self.text = reason, text
+
+    def _stopped(self) -> str | None:
+        """The text before the first stop string, None where none is in it.
+
+        The whole text is looked through only where the last tokens hold the last character of a stop string.
+        """
+        stops = self.sampling.stop
+        if not stops:
+            return None
+        tail = self.tokenizer.decode(self.ids[-TAIL:])
+        if not any(stop[-1] in tail for stop in stops):
+            return None
+        text = self.tokenizer.decode(self.ids)
+        found = [place for stop in stops if (place := text.find(stop)) >= 0]
+        return text[: min(found)] if found else None
+
+    def completion(self) -> Completion:
+        return Completion(
+            tuple(self.ids), text=self.text, sampler_logprobs=tuple(self.logprobs), finish_reason=self.reason
+        )
 
 
 @frozen(eq=False)
@@ -51,6 +86,7 @@ class Prefilled:
     ctx: CacheContext
     logits: mx.array
     """`[V]`, soft-capped: of the first token behind the prompt."""
+    ids: Sequence[int]
 
 
 def prefill(model: Model, prompt: Sequence[int]) -> Prefilled:
@@ -62,7 +98,7 @@ def prefill(model: Model, prompt: Sequence[int]) -> Prefilled:
     ctx = CacheContext()
     for start in range(0, len(prompt), PREFILL):
         logits = _next_logits(model, ctx, prompt[start : start + PREFILL])
-    return Prefilled(ctx, logits)
+    return Prefilled(ctx, logits, tuple(prompt))
 
 
 def _next_logits(model: Model, ctx: CacheContext, tokens: Sequence[int]) -> mx.array:
@@ -77,19 +113,21 @@ def _next_logits(model: Model, ctx: CacheContext, tokens: Sequence[int]) -> mx.a
 
 def continue_from(model: Model, start: Prefilled, sampling: Sampling) -> Iterator[int]:
     """Token ids behind a prompt, one by one, the end-of-sequence id included where one comes, at most `max_tokens`."""
-    for token, _ in scored_from(model, start, sampling):
-        yield token
+    for chosen in scored_from(model, start, sampling, sampling.seed):
+        yield chosen.token
 
 
-def scored_from(model: Model, start: Prefilled, sampling: Sampling) -> Iterator[tuple[int, mx.array]]:
-    """`continue_from` with the logits `[V]` that each token was chosen from."""
+def scored_from(model: Model, start: Prefilled, sampling: Sampling, seed: int) -> Iterator[Chosen]:
+    """`continue_from` with log-probabilities; `seed` names the answer."""
     ctx, logits = start.ctx.branch(), start.logits
+    ids: list[int] = []
     for place in range(sampling.max_tokens):
-        token = next_token(logits, sampling, place)
-        yield token, logits
-        if token in sampling.eos_ids or place == sampling.max_tokens - 1:
+        chosen = next_token(logits, sampling, Draw(0, seed, place, start.ids, ids))
+        ids.append(chosen.token)
+        yield chosen
+        if chosen.token in sampling.eos_ids or place == sampling.max_tokens - 1:
             return
-        logits = _next_logits(model, ctx, [token])
+        logits = _next_logits(model, ctx, [chosen.token])
 
 
 def generate_tokens(model: Model, prompt: Sequence[int], sampling: Sampling) -> Iterator[int]:

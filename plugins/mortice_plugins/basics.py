@@ -35,6 +35,12 @@ def register_layouts(register):
 @hookimpl
 def register_rollouts(register):
     register(
+        "kv-cache",
+        "mortice_plugins.rollouts.kv_cache:KVCache",
+        help="Many answers at once: cached keys and values, shared prompts, continuous batching.",
+        default=True,
+    )
+    register(
         "sequential",
         "mortice_plugins.rollouts.sequential:Sequential",
         help="One answer after the other: the plain engine.",

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import mlx.core as mx
-from attrs import evolve, frozen
+from attrs import frozen
 
 from mortice.batch import Completion
 from mortice.errors import DataError
-from mortice.generation import Prefilled, prefill, scored_from
-from mortice.objective import number
+from mortice.generation import Growing, prefill, scored_from
 from mortice.protocols import EngineContext, Request, Sampling
-from mortice.randomness import stable_seed
+from mortice.sampling import answer_seed
 
 
 @frozen
@@ -30,33 +28,19 @@ class SequentialEngine:
     context: EngineContext
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, int, Completion]]:
+        model = self.context.model
         for index, request in enumerate(requests):
             if not request.ids:
                 raise DataError(f"prompt {request.key!r} is empty")
-            start = prefill(self.context.model, request.ids)
+            start = prefill(model, request.ids)
             for sample in range(sampling.samples):
-                own = evolve(sampling, seed=stable_seed(sampling.seed, request.key, sample))
-                yield index, sample, self._answer(start, own)
-
-    def _answer(self, start: Prefilled, sampling: Sampling) -> Completion:
-        tokenizer = self.context.tokenizer
-        ids: list[int] = []
-        logprobs: list[float] = []
-        text, reason = "", "length"
-        for token, logits in scored_from(self.context.model, start, sampling):
-            self.context.poll()
-            ids.append(token)
-            logits = logits.astype(mx.float32) / (sampling.temperature or 1.0)
-            logprobs.append(number(logits[token] - mx.logsumexp(logits)))
-            if token in sampling.eos_ids:
-                reason = "stop"
-                break
-            text = tokenizer.decode(ids)
-            found = [place for stop in sampling.stop if (place := text.find(stop)) >= 0]
-            if found:
-                text, reason = text[: min(found)], "stop-string"
-                break
-        return Completion(tuple(ids), text=text, sampler_logprobs=tuple(logprobs), finish_reason=reason)
+                answer = Growing(sampling, self.context.tokenizer)
+                for chosen in scored_from(model, start, sampling, answer_seed(sampling, request, sample)):
+                    self.context.poll()
+                    answer.add(chosen)
+                    if answer.reason is not None:
+                        break
+                yield index, sample, answer.completion()
 
     def close(self) -> None:
         """There is nothing to let go."""
