@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from itertools import count
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -438,7 +439,7 @@ class Remote(Wordless):
 class WordlessEngine:
     about: Wordless
     inner: object
-    closed = []
+    closed: ClassVar[list] = []
 
     def generate(self, requests, sampling):
         for i, k, c in self.inner.generate(requests, sampling):
@@ -510,8 +511,8 @@ def test_failures_are_counted_over_a_restart(file):
     first.source.next(0)
     second.source.restore(json.loads(json.dumps(first.source.state())))
     assert first.notices.counts == second.notices.counts and first.notices.counts["reward_errors_broken"] > 0
-    for run in (first, second):
-        run.source.next(1)
+    for prepared in (first, second):
+        prepared.source.next(1)
     assert first.notices.counts == second.notices.counts
 
 
@@ -620,5 +621,18 @@ def test_prompts_are_shown(file, capsys):
 
 
 def test_prompts_are_no_data_to_fit(file):
-    with pytest.raises(DataError, match="prompts.jsonl:1: a prompt without an answer is for a source that samples"):
+    with pytest.raises(DataError, match=r"prompts\.jsonl:1: a prompt without an answer is for a source that samples"):
         ready(file, *ONLINE, "source.name=dataset", loss="sft")
+
+
+def test_another_engine_keeps_how_answers_are_sampled(file):
+    config = configure(file, plugins=PLUGINS, rollout="shifted")
+    assert (config.sampling.samples, config.sampling.max_tokens) == (4, 6)
+    assert config.all("rollout")[0].name == "shifted"
+    assert not [notice for notice in config.notices if "rollout" in notice]
+    file.write_text(RUN_FILE.replace("[rollout]", '[rollout]\nname = "sequential"\nrows = 3'))
+    config = configure(file, plugins=PLUGINS, rollout="shifted")
+    assert config.sampling.samples == 4 and any(
+        "takes the place of rollout 'sequential' in run.toml; its options (rows) are left out" in notice
+        for notice in config.notices
+    )

@@ -157,8 +157,10 @@ def load_groups(
 
     `filters` go by name over all groups, in order, before any is cut to length. Where answers of `to_sample` tokens are
     to be sampled, records are taken as prompts: one that leaves no room for these is dropped, none is cut. For
-    messages: `name` is the format's, `formats` gives all formats by name. Raises one DataError that lists all bad rows (the first 20 and how many more),
-    or that says why nothing is left to train on.
+    messages: `name` is the format's, `formats` gives all formats by name.
+
+    Raises one DataError that lists all bad rows (the first 20 and how many more), or that says why nothing is left to
+    train on.
     """
     counts = DataCounts()
     read: list[Group] = []

@@ -180,8 +180,8 @@ def _rendered(
             ids = _ids(context, record, where)
             if len(ids) > room:
                 raise DataError(
-                    f"a prompt of {len(ids)} tokens leaves no room for {context.data.max_length - room} tokens (rollout."
-                    f"max_tokens) within data.max_length {context.data.max_length}"
+                    f"a prompt of {len(ids)} tokens leaves no room for {context.data.max_length - room} tokens "
+                    f"(rollout.max_tokens) within data.max_length {context.data.max_length}"
                 )
             found.append(Prompt(where, ids, record))
         except DataError as error:
