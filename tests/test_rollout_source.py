@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from itertools import count
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -12,8 +13,11 @@ from attrs import evolve, frozen
 from tiny_run import adapter, configure, plugin, run, same, tiny_run, write_lines
 
 from mortice.batch import Completion
+from mortice.cli import main
 from mortice.errors import ConfigError, DataError, TrainingError
 from mortice.launch import Notices, plan, prepare
+from mortice.trainer import Stopped
+from mortice_plugins.rollouts.sequential import Sequential
 from mortice_plugins.sources.advantages import advantages, best_and_worst, without_signal
 
 RUN_FILE = """
@@ -383,3 +387,252 @@ def test_the_order_of_the_file_can_be_kept(file):
     shuffled = ready(file).source
     epoch = [p.where for i in range(3) for p in shuffled.prompts.take(i, 3)]
     assert sorted(epoch) == [f"prompts.jsonl:{i}" for i in range(1, 8)] != epoch
+
+
+@frozen
+class Picky:
+    """Cannot read an answer of no text; refuses records without an answer key."""
+
+    weight: float = 1.0
+
+    def __call__(self, completion, record):
+        if "answer" not in record:
+            raise DataError("no 'answer'")
+        return float(completion[0] < "a")
+
+
+@frozen
+class Costly:
+    weight: float = 1.0
+    costly = True
+
+    def __call__(self, completion, record):
+        assert completion, "tried before anything was sampled"
+        return float(len(completion))
+
+
+@frozen
+class Wordless:
+    """A sampler that gives no log-probabilities."""
+
+    provides = frozenset({"token-ids", "weight-sync"})
+    shift = 0.0
+
+    def open(self, context):
+        return WordlessEngine(self, Sequential().open(context))
+
+
+@frozen
+class Shifted(Wordless):
+    """A sampler with other numbers: its log-probabilities are off by 0.5."""
+
+    provides = frozenset({"token-ids", "weight-sync", "logprobs-at-temperature"})
+    shift = 0.5
+
+
+@frozen
+class Remote(Wordless):
+    provides = frozenset({"token-ids"})
+
+
+@frozen(eq=False)
+class WordlessEngine:
+    about: Wordless
+    inner: object
+    closed: ClassVar[list] = []
+
+    def generate(self, requests, sampling):
+        for i, k, c in self.inner.generate(requests, sampling):
+            changed = tuple(x + self.about.shift for x in c.sampler_logprobs) if self.about.shift else None
+            yield i, k, evolve(c, sampler_logprobs=changed)
+
+    def close(self):
+        self.closed.append(self.about)
+
+
+PLUGINS += [
+    plugin("reward", "picky", Picky), plugin("reward", "costly", Costly), plugin("rollout", "wordless", Wordless),
+    plugin("rollout", "shifted", Shifted), plugin("rollout", "remote", Remote),
+]  # fmt: skip
+
+
+def test_an_engine_without_logprobs_is_rescored(file):
+    found = steps(go(file, "train.steps=1", "rollout.name=wordless"))[0]
+    assert found["policy_change"] == 0.0 and found["ratio"] == 1.0 and found["grad_norm"] > 0
+    for asked in ("source.old_logprobs=sampled", "loss.importance_cap=2.0"):
+        with pytest.raises(ConfigError, match="Wordless gives none at the temperature"):
+            ready(file, asked, "rollout.name=wordless")
+
+
+def test_an_engine_that_samples_otherwise_is_corrected_for(file):
+    """Off by 0.5 a token: taken at its word the ratio is e^-0.5; with old scores of training it is 1, and each token
+    counts e^-0.5 times, or the cap."""
+    settings = "train.steps=1", "train.validate_every=9", "train.clip_norm=0"
+    plain = steps(go(file, *settings, "rollout.name=wordless"))[0]
+    word = steps(go(file, *settings, "rollout.name=shifted"))[0]
+    assert word["ratio"] == pytest.approx(math.exp(-0.5), abs=1e-5) and word["clip_low"] > 0
+    for cap, share in ((2.0, math.exp(-0.5)), (0.1, 0.1)):
+        found = steps(go(file, *settings, f"loss.importance_cap={cap}", "rollout.name=shifted"))[0]
+        assert found["ratio"] == 1.0
+        assert found["grad_norm"] == pytest.approx(share * plain["grad_norm"], rel=1e-3)
+    with pytest.raises(ConfigError, match="would be the engine's own"):
+        ready(file, "loss.importance_cap=2.0", "source.old_logprobs=sampled")
+
+
+def test_an_engine_that_does_not_follow_the_weights(file):
+    with pytest.raises(ConfigError, match=r"Remote does not follow .* source\.off_policy = true"):
+        ready(file, "rollout.name=remote")
+    ready(file, "source.off_policy=true", "rollout.name=remote")
+
+
+def test_the_engine_is_closed_however_training_ends(file):
+    WordlessEngine.closed.clear()
+    go(file, "train.steps=1", "rollout.name=wordless")
+    assert len(WordlessEngine.closed) == 1
+    file.write_text(RUN_FILE.replace('name = "share"', 'name = "broken"'))
+    with pytest.raises(DataError):
+        go(file, "rollout.name=wordless")
+    assert len(WordlessEngine.closed) == 2
+
+
+def test_records_that_a_reward_refuses_are_found_before_the_run(file):
+    file.write_text(RUN_FILE.replace('name = "share"', 'name = "picky"'))
+    with pytest.raises(DataError, match=r"held_out.jsonl: 2 bad of 2 rows\n .*reward picky: no 'answer'"):
+        ready(file)
+    ready(file, "source.reward_errors=zero")
+    ready(file, f"data.valid={file.parent / 'prompts.jsonl'}")  # what it does with an empty answer is no news
+    file.write_text(RUN_FILE.replace('name = "share"', 'name = "costly"'))
+    ready(file)
+
+
+def test_failures_are_counted_over_a_restart(file):
+    file.write_text(RUN_FILE.replace('name = "share"', 'name = "broken"'))
+    first, second = (ready(file, "source.reward_errors=zero") for _ in range(2))
+    first.source.next(0)
+    second.source.restore(json.loads(json.dumps(first.source.state())))
+    assert first.notices.counts == second.notices.counts and first.notices.counts["reward_errors_broken"] > 0
+    for prepared in (first, second):
+        prepared.source.next(1)
+    assert first.notices.counts == second.notices.counts
+
+
+def test_a_signal_while_answers_are_sampled_loses_none(file):
+    """The state that is saved then goes on with the rollout that was interrupted, not with the one behind it."""
+    whole, cut = (ready(file).source for _ in range(2))
+    whole.next(0), cut.next(0)
+    calls = count()
+
+    def poll():
+        if next(calls) == 20:
+            raise Stopped
+
+    cut.close()
+    cut.context = evolve(cut.context, poll=poll)
+    with pytest.raises(Stopped):
+        cut.next(1)
+    again = ready(file).source
+    again.restore(json.loads(json.dumps(cut.state())))
+    expected, found = (source.next(1)[0] for source in (whole, again))
+    assert [g.id for g in expected] == [g.id for g in found]
+    assert [c.ids for g in expected for c in g.completions] == [c.ids for g in found for c in g.completions]
+
+
+@pytest.mark.parametrize("settings", [[], ["loss.importance_cap=2.0", "loss.beta=0.1"]])
+def test_all_that_losses_need_is_in_a_state(file, settings):
+    one, two = (ready(file, "source.inner_epochs=3", *settings) for _ in range(2))
+    one.policy.logprobs = lambda groups: one.engine.logprobs(one.policy.params, groups, as_trained=True)
+    first, second = one.source, two.source
+    groups, _ = first.next(0)
+    second.restore(json.loads(json.dumps(first.state())))
+    again, _ = second.next(2)
+    assert [g.completions for g in groups] == [g.completions for g in again]
+    assert first.metrics() == second.metrics() != {}
+
+
+def test_online_pairs_keep_their_answers_in_a_state(file):
+    first, second = (ready(file, *ONLINE, "source.inner_epochs=2", loss="dpo").source for _ in range(2))
+    groups, _ = first.next(0)
+    assert all(g.pairs == ((0, 1),) and g.completions[0].reward > g.completions[1].reward for g in groups)
+    second.restore(json.loads(json.dumps(first.state())))
+    assert [(g.completions, g.pairs) for g in second.next(1)[0]] == [(g.completions, g.pairs) for g in groups]
+
+
+def test_a_loss_that_no_reward_changes_is_refused(file):
+    with pytest.raises(ConfigError, match="neither by advantages nor by pairs"):
+        ready(file, *ONLINE, loss="sft")
+
+
+def test_case_b48_other_sources_have_no_temperature(tmp_path):
+    """SFT and DPO on data are scored as the model is, and a table that changes nothing is said to."""
+    file = tiny_run(tmp_path)
+    done = ready(file, "rollout.name=sequential", "rollout.temperature=0.5")
+    assert done.engine.temperature == 1.0
+    assert "source 'dataset' samples nothing; [rollout] changes nothing" in done.notices.messages
+
+
+def test_filters_are_refused(file):
+    file.write_text(RUN_FILE + '[[filter]]\nname = "duplicates"\n')
+    with pytest.raises(ConfigError, match=r"\[\[filter\]\] goes over records with their answers"):
+        ready(file)
+
+
+def test_dr_grpo_leaves_the_deviation_out(file):
+    settings = "loss.variant=dr-grpo", "loss.max_tokens=6"
+    assert ready(file, *settings).source.options.scale == "none"
+    assert ready(file, *settings, "source.scale=group").source.options.scale == "group"
+    assert ready(file).source.options.scale == "group"
+
+
+def of_task(file, name, *settings):
+    files = 'train = "prompts.jsonl"\nvalid = "held_out.jsonl"\n'
+    file.write_text(RUN_FILE.replace(files, "") + f'[task]\nname = "{name}"\n')
+    return ready(file, *settings)
+
+
+def test_long_prompts_of_a_task_are_refused(file):
+    with pytest.raises(DataError, match=r"task, test:1: a prompt of \d+ tokens leaves no room for 55 tokens"):
+        of_task(file, "counting", "rollout.max_tokens=55")
+
+
+def test_a_plan_for_a_task_goes_by_its_longest_prompts(file):
+    done = of_task(file, "counting", "train.batch_size=1")
+    (group,) = done.source.largest()
+    assert len(group.prompt_ids) == len("train 0 255: ") and [len(c.ids) for c in group.completions] == [6] * 4
+    assert plan(done).peak > 0
+    first = [c.ids for g in done.source.next(0)[0] for c in g.completions]  # looking ahead draws nothing
+    assert first == [c.ids for g in of_task(file, "counting", "train.batch_size=1").source.next(0)[0]
+                     for c in g.completions]  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dpo"])
+def test_plans_of_losses_that_compare(file, loss):
+    more = ["loss.beta=0.1", *(["loss.importance_cap=2.0"] if loss == "grpo" else ONLINE)]
+    assert plan(ready(file, *more, loss=loss)).peak > 0
+    assert ready(file, *more, "train.memory_limit=2GB", loss=loss).fitted is not None
+
+
+def test_prompts_are_shown(file, capsys):
+    file.write_text(RUN_FILE.replace('name = "share"', 'name = "length"\nmin = 1'))
+    with pytest.raises(SystemExit) as ended:
+        main(["data", str(file), "--set", "data.max_length=15"])
+    shown = capsys.readouterr().out
+    assert not ended.value.code
+    assert "prompt tokens" in shown and "scored tokens" not in shown and "say 0: " in shown
+
+
+def test_prompts_are_no_data_to_fit(file):
+    with pytest.raises(DataError, match=r"prompts\.jsonl:1: a prompt without an answer is for a source that samples"):
+        ready(file, *ONLINE, "source.name=dataset", loss="sft")
+
+
+def test_another_engine_keeps_how_answers_are_sampled(file):
+    config = configure(file, plugins=PLUGINS, rollout="shifted")
+    assert (config.sampling.samples, config.sampling.max_tokens) == (4, 6)
+    assert config.all("rollout")[0].name == "shifted"
+    assert not [notice for notice in config.notices if "rollout" in notice]
+    file.write_text(RUN_FILE.replace("[rollout]", '[rollout]\nname = "sequential"\nrows = 3'))
+    config = configure(file, plugins=PLUGINS, rollout="shifted")
+    assert config.sampling.samples == 4 and any(
+        "takes the place of rollout 'sequential' in run.toml; its options (rows) are left out" in notice
+        for notice in config.notices
+    )

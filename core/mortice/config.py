@@ -211,17 +211,24 @@ def _load(
 
 
 def _swap(file: RunFile, kind: str, name: str) -> None:
-    """Take another strategy of a kind. Options of the one in the file go with it, and that is said."""
+    """Take another strategy of a kind. Options of the one in the file go with it, and that is said; what stands beside
+    them in its table, for any strategy of the kind, stays."""
     table = file.tables.get(kind)
     given = table.get("name") if isinstance(table, dict) else None
     same = isinstance(given, str) and given.rpartition(":")[2] == name.rpartition(":")[2]
     if table and not same:
         had = [t.get("name") for t in (table if isinstance(table, list) else [table]) if isinstance(t, dict)]
-        options = [k for k in table if k != "name"] if isinstance(table, dict) else []
+        beside = fields(BESIDE[kind]) if kind in BESIDE else {}
+        options = [k for k in table if k != "name" and k not in beside] if isinstance(table, dict) else []
         left = f"; its options ({', '.join(options)}) are left out" if options else ""
-        names = ", ".join(map(repr, had))
-        file.notices.append(f"--{kind} {name} takes the place of {kind} {names} in {file.label}{left}")
-        file.drop((kind,))
+        names = ", ".join(repr(each) for each in had if each is not None)
+        if names or options:
+            file.notices.append(f"--{kind} {name} takes the place of {kind} {names or 'options'} in {file.label}{left}")
+        if beside and isinstance(table, dict):
+            for key in options:
+                file.forget((kind, key))
+        else:
+            file.drop((kind,))
     if given != name:
         file.put((kind, "name"), name, f"--{kind}")
 

@@ -151,12 +151,16 @@ def read_records(file: Path) -> Iterator[tuple[str, Any]]:
 def load_groups(
     file: Path, form: DataFormat, tokenizer: Tokenizer, options: Lengths, *, name: str = "",
     formats: Callable[[], Mapping[str, DataFormat]] = dict, filters: Sequence[tuple[str, Filter]] = (),
+    to_sample: int | None = None,
 ) -> tuple[list[Group], DataCounts]:  # fmt: skip
     """Every usable record of a file as a group, and the counts of what was cut and dropped.
 
-    `filters` go by name over all groups, in order, before any is cut to length. For messages: `name` is the format's,
-    `formats` gives all formats by name. Raises one DataError that lists all bad rows (the first 20 and how many more),
-    or that says why nothing is left to train on.
+    `filters` go by name over all groups, in order, before any is cut to length. Where answers of `to_sample` tokens are
+    to be sampled, records are taken as prompts: one that leaves no room for these is dropped, none is cut. For
+    messages: `name` is the format's, `formats` gives all formats by name.
+
+    Raises one DataError that lists all bad rows (the first 20 and how many more), or that says why nothing is left to
+    train on.
     """
     counts = DataCounts()
     read: list[Group] = []
@@ -174,12 +178,17 @@ def load_groups(
             if wrong := _misshape(record, form):
                 misshapen.append(record)
                 raise DataError(wrong)
-            extra |= dict.fromkeys(key for key in record if key not in form.keys)
+            if to_sample is None:  # rewards read what they please
+                extra |= dict.fromkeys(key for key in record if key not in form.keys)
             group = form(record, tokenizer, source=where).group
+            if to_sample is not None:
+                group = Group(group.id, group.prompt_ids, ())
+            elif not group.completions:
+                raise DataError("a prompt without an answer is for a source that samples answers")
         except DataError as error:
             problems.append(f"{where}: {error}")
             continue
-        (read if group.pairs or "pairs" not in form.provides else tied).append(group)
+        (read if group.pairs or "pairs" not in form.provides or to_sample is not None else tied).append(group)
     if problems:
         accepted = _accepted(form, name, misshapen, formats) if misshapen else ""
         raise DataError(bad_rows(file, problems, counts.rows) + accepted)
@@ -189,6 +198,10 @@ def load_groups(
     counts.tied, counts.tied_examples = len(tied), _examples(tied)
     counts.filtered = tuple(_filter(read, *named, file) for named in filters)
     groups: list[Group] = []
+    if to_sample is not None:
+        groups = [group for group in read if len(group.prompt_ids) <= options.max_length - to_sample]
+        counts.kept, counts.dropped = len(groups), len(read) - len(groups)
+        return groups, counts
     for group in read:
         cut = truncate(group, options.max_length, options.truncation, tokenizer.bos_id, counts)
         if cut is not None and not any(c.weight for c in cut.completions):

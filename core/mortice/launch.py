@@ -165,6 +165,11 @@ def prepare(config: RunConfig, notices: Notices | None = None, *, train: bool = 
             filters=config.filters,
         )
     )
+    if not getattr(config.source, "samples", False):
+        unused = [f"[{table}]" for table in ("rollout", "reward", "task") if config.all(table)]
+        if unused:
+            name = config.all("source")[0].name
+            notices(f"source {name!r} samples nothing; {', '.join(unused)} changes nothing")
     known = getattr(source, "known", None)
     if known is not None:
         check_vocabulary(known(), model.output.vocab)
@@ -238,7 +243,7 @@ def make_engine(config: RunConfig, model: Any) -> Engine:
         limits=Limits(groups=config.train.micro_batch_size),
         attention_chunk=chunk if isinstance(chunk, int) else None,
         mlp_chunk=config.context.mlp_chunk,
-        temperature=config.sampling.temperature,
+        temperature=config.sampling.temperature if getattr(config.source, "samples", False) else 1.0,
     )
 
 

@@ -263,6 +263,7 @@ class LiveSource(Protocol):
     ever use, and `next` is then a function of the step. One that does not may give in `largest()` groups as large as
     any that may come, for planning. `metrics()` (optional) is what it has measured of the groups in use, for every step
     on them; `best` (optional) the validation metric that the best checkpoint goes by, and whether `min` or `max` of it.
+    `close()` (optional) is called when training ends, however it ends.
     """
 
     provides: frozenset[str]
@@ -296,7 +297,10 @@ class LiveSource(Protocol):
 
 @runtime_checkable
 class Source(Protocol):
-    """Where groups come from: a data set, or a rollout (sample, score, advantage)."""
+    """Where groups come from: a data set, or a rollout (sample, score, advantage).
+
+    One that samples has `samples = True`: `[rollout]`, its temperature above all, is for no other.
+    """
 
     def open(self, context: SourceContext, /) -> LiveSource: ...
 
@@ -376,7 +380,10 @@ class RolloutEngine(Protocol):
 
 @runtime_checkable
 class Reward(Protocol):
-    """A number for a completion; rewards of a run are summed with their `weight`."""
+    """A number for a completion; rewards of a run are summed with their `weight`.
+
+    One that takes long or runs code of the user's has `costly = True`: it is not tried on records beforehand.
+    """
 
     weight: float
 

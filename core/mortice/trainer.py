@@ -226,6 +226,7 @@ class Trainer:
         before: Mapping[str, float] = {}
         error: BaseException | None = None
         with self.signals.listening(), ExitStack() as stack:
+            stack.callback(getattr(self.source, "close", lambda: None))
             self._live = [stack.enter_context(tracker.open(info)) for tracker in self.trackers]
             self.hook.on_run_start(run=info)
             try:

@@ -41,6 +41,8 @@ def data(file: Path, *, rows: int = 2, json: bool = False, flags: RunFlags | Non
     config = load(file, flags)
     for notice in config.notices:
         warn(notice)
+    if config.data.train is None and config.task is not None:
+        raise ConfigError(f"the prompts are those of task {config.all('task')[0].name!r}; this command shows files")
     if config.data.train is None:
         raise ConfigError("data.train is not set: which file is to be shown?")
     path = config.model.config or config.model.path or ""
@@ -52,6 +54,7 @@ def data(file: Path, *, rows: int = 2, json: bool = False, flags: RunFlags | Non
     if not folder.is_dir():
         raise ConfigError(f"model.path: no such folder: {folder}")
     tokenizer = Tokenizer.load(folder).using(config.model.chat_template, config.model.template_variables)
+    sampled = getattr(config.source, "samples", False)
     reports: list[dict[str, Any]] = []
     for name in ("train", "valid"):
         part = getattr(config.data, name)
@@ -59,7 +62,7 @@ def data(file: Path, *, rows: int = 2, json: bool = False, flags: RunFlags | Non
             continue
         groups, counts = load_groups(
             part, config.format, tokenizer, config.data, name=config.data.format, formats=config.formats,
-            filters=config.filters,
+            filters=config.filters, to_sample=config.sampling.max_tokens if sampled else None,
         )  # fmt: skip
         reports.append(
             {
@@ -81,7 +84,8 @@ def data(file: Path, *, rows: int = 2, json: bool = False, flags: RunFlags | Non
             for name, value in report["counts"].items()
             if (value or name in ("rows", "kept")) and name not in ("filtered", "tied_examples")
         ]
-        facts.append(("scored tokens", f"{report['scored tokens']:,}"))
+        if not sampled:
+            facts.append(("scored tokens", f"{report['scored tokens']:,}"))
         print_table(None, ("", ""), facts)
         for message in report["left out"]:
             print(message)
@@ -100,7 +104,9 @@ def left_out(counts: DataCounts, file: Path, max_length: int) -> list[str]:
 def measures(groups: Sequence[Group]) -> dict[str, list[float]]:
     """What is worth a histogram, by name: lengths in tokens and, of pairs, how far their answers are apart."""
     pairs = [(g.completions[c], g.completions[r]) for g in groups for c, r in g.pairs]
-    found: dict[str, list[float]] = {"prompt tokens": [len(g.prompt_ids) for g in groups]}
+    found: dict[str, list[float]] = {"prompt tokens": [len(g.prompt_ids) for g in groups]} if groups else {}
+    if not any(g.completions for g in groups):
+        return found
     if not pairs:
         return found | {"completion tokens": [len(c.ids) for g in groups for c in g.completions]}
     for side, name in enumerate(("chosen", "rejected")):

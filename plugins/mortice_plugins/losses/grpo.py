@@ -56,9 +56,9 @@ class GRPO:
     beta times the same mean of KL, estimated for each token as π_ref/π − 1 − log π_ref/π (k3). With beta = 0 no
     reference is needed. For A < 0, r is at most `delta` where that is given.
 
-    A is the source's: against the group's or the batch's mean, with or without the standard deviation. dr-grpo is meant
-    for advantages without it (`[source] scale = "none"`). An answer counts with its weight: 0 for one that was cut off
-    and is masked.
+    A is the source's: against the group's or the batch's mean, with or without the standard deviation, which dr-grpo
+    leaves out by default (`[source] scale = "none"`). An answer counts with its weight: 0 for one that was cut off and
+    is masked.
 
     With `importance_cap` each token counts min(π_old / π_sampler, importance_cap) times, for engines that sample with
     other numbers than training scores with (for gspo the geometric mean over the answer).
@@ -103,6 +103,11 @@ class GRPO:
     @classmethod
     def examples(cls) -> Iterable[GRPO]:
         return (cls(variant="cispo"), cls(variant="gspo", beta=0.1), cls(variant="dr-grpo", max_tokens=16))
+
+    @property
+    def brings(self) -> dict[str, str]:
+        """Advantages without the standard deviation belong to dr-grpo."""
+        return {"source.scale": "none"} if self.variant == "dr-grpo" else {}
 
     @property
     def requires(self) -> frozenset[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import frozen
 
@@ -25,6 +25,8 @@ class RewardModel:
     The model is loaded with the first answer, beside the one that answers, and kept. Prompt and answer are put together
     as the format `completion` does, the answer with the end of its turn.
     """
+
+    costly: ClassVar[bool] = True
 
     model: Path = option(help="model folder that the reward model was trained on")
     adapter: Path = option(help="adapter folder of the reward model")

@@ -23,13 +23,14 @@ from mortice.errors import ConfigError, DataError, TrainingError
 from mortice.options import ge, in_, option
 from mortice.protocols import EngineContext, LiveEngine, Request, Sampling, SourceContext
 from mortice.randomness import stable_seed
-from mortice.rewards import rewarded
+from mortice.rewards import NamedReward, rewarded
 from mortice_plugins.sources.advantages import BASELINES, SCALES, advantages, best_and_worst, without_signal
 
 SAMPLES = "samples.jsonl"
 TRIES = 10
 """Rollouts in a row that give nothing to train on, and end a run."""
-VECTORS = ("old_logprobs", "sampler_logprobs")
+MEASURED = 256
+"""Problems of a task whose prompts are looked at for planning."""
 
 
 @frozen
@@ -51,6 +52,7 @@ class Rollout:
     provides: ClassVar[frozenset[str]] = frozenset(
         {"groups", "advantages", "old_logprobs", "sampler_logprobs", "pairs"}
     )
+    samples: ClassVar[bool] = True
 
     inner_epochs: int = option(1, help="optimizer steps on each rollout", validator=ge(1))
     baseline: str = option(
@@ -86,6 +88,11 @@ class Rollout:
             raise ConfigError('source "rollout" samples; say with what: [rollout] name (`mortice list rollout`)')
         if not context.rewards:
             raise ConfigError('source "rollout" needs [[reward]]: what is an answer worth? (`mortice list reward`)')
+        if not context.requires & {"advantages", "pairs"}:
+            raise ConfigError(
+                'source "rollout": the loss goes neither by advantages nor by pairs, so that no reward would change '
+                "anything; choose one that does (grpo, rloo, or one of pairs), or add it"
+            )
         gradient = "old_logprobs" in context.requires
         if (context.requires & {"groups", "advantages", "pairs"}) and sampling.samples < 2:
             raise ConfigError(
@@ -116,6 +123,11 @@ class Rollout:
                 f"{asked} goes by the engine's log-probabilities, and {type(engine).__name__} gives none at the "
                 "temperature"
             )
+        if self.old_logprobs == "sampled" and "sampler_logprobs" in context.requires:
+            raise ConfigError(
+                'source.old_logprobs = "sampled": the loss corrects for what training scores otherwise than the '
+                "engine, and these would be the engine's own; leave it out"
+            )
         auto = "sampled" if own and "sampler_logprobs" not in context.requires else "scored"
         old = (auto if self.old_logprobs == "auto" else self.old_logprobs) if gradient else "none"
         return LiveRollout(self, context, sampling, *_prompts(self, context), old=old)
@@ -131,7 +143,9 @@ class Prompt:
 
 
 def _prompts(options: Rollout, context: SourceContext) -> tuple[Prompts, list[Prompt]]:
-    """Training and held-out prompts, from the task or from files."""
+    """Training and held-out prompts, from the task or from files. Raises ConfigError or DataError."""
+    if context.filters:
+        raise ConfigError('[[filter]] goes over records with their answers, and source "rollout" has prompts alone')
     task, data = context.task, context.data
     if task is not None:
         both = [key for key in ("train", "valid") if getattr(data, key) is not None]
@@ -141,34 +155,54 @@ def _prompts(options: Rollout, context: SourceContext) -> tuple[Prompts, list[Pr
         return TaskPrompts(context), held_out
     if data.train is None:
         raise DataError("data.train is not set: which prompts are to be answered? (or give a [task])")
-    valid = _read(context, data.valid) if data.valid is not None else []
+    stop = options.reward_errors == "stop"
+    valid = _read(context, data.valid, stop) if data.valid is not None else []
     if not valid:
         context.report("evaluation is off: data.valid is not set")
-    return FilePrompts(_read(context, data.train), context.seed, options.shuffle), valid
+    return FilePrompts(_read(context, data.train, stop), context.seed, options.shuffle), valid
 
 
-def _rendered(context: SourceContext, split: str, problems: Iterator[Mapping[str, Any]]) -> list[Prompt]:
-    """Problems of a task as prompts. Raises DataError for one that cannot be."""
+def _room(context: SourceContext) -> int:
+    """Most tokens of a prompt."""
+    assert context.sampling is not None
+    return context.data.max_length - context.sampling.max_tokens
+
+
+def _rendered(
+    context: SourceContext, split: str, problems: Iterator[Mapping[str, Any]], start: int = 0
+) -> list[Prompt]:
+    """Problems of a task from the one at `start` on, as prompts. Raises DataError for one that cannot be."""
     found = []
+    room = _room(context)
     for i, record in enumerate(problems):
-        where = f"{split}:{i + 1}"
+        where = f"{split}:{start + i + 1}"
         try:
-            found.append(Prompt(where, _ids(context, record, where), record))
+            ids = _ids(context, record, where)
+            if len(ids) > room:
+                raise DataError(
+                    f"a prompt of {len(ids)} tokens leaves no room for {context.data.max_length - room} tokens "
+                    f"(rollout.max_tokens) within data.max_length {context.data.max_length}"
+                )
+            found.append(Prompt(where, ids, record))
         except DataError as error:
             raise DataError(f"task, {where}: {error}") from error
     return found
 
 
 def _ids(context: SourceContext, record: Mapping[str, Any], where: str) -> tuple[int, ...]:
-    return context.format(record, context.tokenizer, source=where).group.prompt_ids
+    ids = context.format(record, context.tokenizer, source=where).group.prompt_ids
+    if not ids:
+        raise DataError("the prompt is empty")
+    return ids
 
 
-def _read(context: SourceContext, file: Path) -> list[Prompt]:
+def _read(context: SourceContext, file: Path, stop: bool) -> list[Prompt]:
     """The prompts of a file. Those that leave no room for an answer are left out, and counted.
 
     Raises one DataError that lists all bad rows.
     """
-    assert context.sampling is not None
+    # What a reward cannot score is found before anything is sampled, unless that costs as much as scoring.
+    quick = [r for r in context.rewards if not getattr(r.reward, "costly", False)] if stop else []
     problems: list[str] = []
     found: list[Prompt] = []
     rows = 0
@@ -182,25 +216,34 @@ def _read(context: SourceContext, file: Path) -> list[Prompt]:
             if not isinstance(record, Mapping):
                 raise DataError(f"expected a JSON object, found {type(record).__name__}")
             ids = _ids(context, record, where)
-            for each in context.rewards:  # what a reward cannot score is found before anything is sampled
-                rewarded([each], "", record, where)
+            for each in quick:
+                _probe(each, record, where)
         except DataError as error:
             problems.append(f"{where}: {str(error).removeprefix(f'{where}: ')}")
             continue
         found.append(Prompt(where, ids, record))
     if problems:
         raise DataError(bad_rows(file, problems, rows))
-    room = context.data.max_length - context.sampling.max_tokens
+    room = _room(context)
     kept = [prompt for prompt in found if len(prompt.ids) <= room]
     if len(kept) < len(found):
         context.report(
             f"{file.name}: {len(found) - len(kept)} of {rows} prompts dropped, which leave no room for "
-            f"{context.sampling.max_tokens} tokens within max_length {context.data.max_length}",
+            f"{context.data.max_length - room} tokens within max_length {context.data.max_length}",
             count=("data_dropped", len(found) - len(kept)),
         )
     if not kept:
         raise DataError(f"{file}: nothing is left to be answered")
     return kept
+
+
+def _probe(reward: NamedReward, record: Mapping[str, Any], where: str) -> None:
+    """Raises DataError where a reward refuses the record; what else goes wrong with an answer of no text is no news."""
+    try:
+        rewarded([reward], "", record, where)
+    except DataError as error:
+        if isinstance(error.__cause__, DataError):
+            raise
 
 
 @define(eq=False)
@@ -244,17 +287,15 @@ class TaskPrompts:
         if self._problems is None or start < self._taken:
             self._problems, self._taken = self.context.task.problems("train", self.context.seed), 0
         problems = islice(self._problems, start - self._taken, start - self._taken + size)
-        found = [
-            evolve(prompt, where=f"train:{start + i + 1}")
-            for i, prompt in enumerate(_rendered(self.context, "train", problems))
-        ]
+        found = _rendered(self.context, "train", problems, start)
         self._taken = start + size
         if not found:
             raise TrainingError(f"the task has no more problems after {start}; ask for fewer steps, or a wider task")
         return found
 
     def longest(self, size: int) -> list[Prompt]:
-        return self.take(0, size)
+        """Of those that come first: there is no end of them."""
+        return sorted(self.take(0, max(size, MEASURED)), key=lambda prompt: -len(prompt.ids))[:size]
 
 
 Prompts = FilePrompts | TaskPrompts
@@ -277,8 +318,9 @@ class LiveRollout:
     """The step behind the groups in use."""
     groups: Sequence[Group] = ()
     measured: dict[str, float] = field(factory=dict)
+    failures: dict[str, int] = field(factory=dict)
+    """Answers that a reward failed on, by its name."""
     _engine: LiveEngine | None = None
-    _failing: set[str] = field(factory=set)
 
     best: ClassVar = ("valid/reward", "max")
 
@@ -323,18 +365,19 @@ class LiveRollout:
     def _sample(self) -> Sequence[Group]:
         """The groups of the next rollout. Raises TrainingError where ten in a row give nothing to train on."""
         for _ in range(TRIES):
-            number, self.rollout = self.rollout, self.rollout + 1
+            number = self.rollout
             prompts = self.prompts.take(number, self.context.batch_size)
             start = time.perf_counter()
             seed = stable_seed(self.context.seed, "rollout", number)
             answers = self._answers(prompts, evolve(self.sampling, seed=seed))
             seconds = time.perf_counter() - start
             groups = [self._group(prompt, own, number) for prompt, own in zip(prompts, answers)]
-            self.measured = self._measure(groups, seconds)
+            ready = self._with_old(self._prepared(groups))
+            # Only now: a signal may end what is above, and the state that is saved then must not count it.
+            self.rollout, self.measured = number + 1, self._measure(groups, seconds)
             self._write(number, groups)
-            groups = self._prepared(groups)
-            if groups:
-                return self._with_old(groups)
+            if ready:
+                return ready
         if "pairs" in self.context.requires:
             raise TrainingError(
                 f"{TRIES} rollouts in a row gave no pair: all answers to a prompt were rewarded alike. Raise "
@@ -374,8 +417,8 @@ class LiveRollout:
 
     def _count_failure(self, name: str, error: DataError) -> None:
         """The first of each reward is shown."""
-        text = "" if name in self._failing else f"{error}; it counts as 0, and so will others"
-        self._failing.add(name)
+        text = "" if name in self.failures else f"{error}; it counts as 0, and so will others"
+        self.failures[name] = self.failures.get(name, 0) + 1
         self.context.report(text, count=(f"reward_errors_{name}", 1))
 
     def _prepared(self, groups: Sequence[Group]) -> list[Group]:
@@ -396,7 +439,7 @@ class LiveRollout:
         ]
 
     def _with_old(self, groups: Sequence[Group]) -> Sequence[Group]:
-        if self.old == "none":
+        if self.old == "none" or not groups:
             return groups
         if self.old == "sampled":
             return [
@@ -457,6 +500,11 @@ class LiveRollout:
         with (self.context.folder / SAMPLES).open("a" if number else "w", encoding="utf-8") as file:
             file.write("".join(lines))
 
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
     def state(self) -> dict[str, Any]:
         """Where the prompts are, and the groups in use, which other weights would not give again."""
         file = self.context.folder / SAMPLES if self.context.folder is not None else None
@@ -465,6 +513,7 @@ class LiveRollout:
             "end": self.end,
             "groups": [_written(group) for group in self.groups],
             "measured": self.measured,
+            "failures": self.failures,
             "samples_bytes": file.stat().st_size if file is not None and file.exists() else 0,
         }
 
@@ -473,6 +522,9 @@ class LiveRollout:
         self.rollout, self.end = state["rollout"], state["end"]
         self.groups = [_read_group(group) for group in state["groups"]]
         self.measured = dict(state["measured"])
+        for name, count in state["failures"].items():
+            self.context.report("", count=(f"reward_errors_{name}", count - self.failures.get(name, 0)))
+        self.failures = dict(state["failures"])
         file = self.context.folder / SAMPLES if self.context.folder is not None else None
         if file is not None and file.exists() and file.stat().st_size > state["samples_bytes"]:
             os.truncate(file, state["samples_bytes"])
