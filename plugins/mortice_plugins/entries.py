@@ -276,3 +276,16 @@ reward_model = _plugin(
 length_reward = _plugin(
     "reward", "mortice_plugins.rewards.length:Length", "1 where the length of the answer is within bounds.", "length"
 )
+gsm8k_reward = _plugin(
+    "reward", "mortice_plugins.rewards.gsm8k:GSM8K", 'The number behind "####" is the right one.', "gsm8k"
+)
+task_reward = _plugin("reward", "mortice_plugins.rewards.task:TaskReward", "A score of the run's task.", "task")
+python_reward = _plugin(
+    "reward", "mortice_plugins.rewards.python:PythonReward", "A Python function of yours; runs its code.", "python"
+)
+arithmetic = _plugin(
+    "task", "mortice_plugins.tasks.arithmetic:Arithmetic", "Sums, differences and products.", "arithmetic"
+)
+copy = _plugin("task", "mortice_plugins.tasks.sequences:Copy", "Digits, given back as they are.", "copy")
+sort = _plugin("task", "mortice_plugins.tasks.sequences:Sort", "Digits, given back in order.", "sort")
+gsm8k = _plugin("task", "mortice_plugins.tasks.gsm8k:GSM8K", "Word problems of grade-school mathematics.", "gsm8k")

@@ -25,6 +25,8 @@ COMMANDS = {
     "data": ("data:data", "Show how records tokenize, what is scored and what is cut."),
     "pairs": ("pairs:pairs", "Make preference pairs from a model's own answers and a checker."),
     "score": ("score:score", "Rate the answers in a data file with a trained reward model."),
+    "eval": ("eval:evaluate", "Grade answers to tasks; measure perplexity and preference accuracy."),
+    "task": ("task:task", "Write problems of a task as a data file."),
     "list": ("list_strategies:show", "List the strategies of all installed plugins."),
     "describe": ("describe:describe", "Show a strategy and its options, or what a model folder holds."),
     "plugins": ("plugins:plugins", "List installed plugins and what failed to load."),

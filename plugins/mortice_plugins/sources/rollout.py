@@ -24,6 +24,7 @@ from mortice.options import ge, in_, option
 from mortice.protocols import EngineContext, LiveEngine, Request, Sampling, SourceContext
 from mortice.randomness import stable_seed
 from mortice.rewards import NamedReward, rewarded
+from mortice_plugins.rewards.task import TaskReward
 from mortice_plugins.sources.advantages import BASELINES, SCALES, advantages, best_and_worst, without_signal
 
 SAMPLES = "samples.jsonl"
@@ -86,8 +87,11 @@ class Rollout:
         engine, sampling = context.rollout, context.sampling
         if engine is None or sampling is None:
             raise ConfigError('source "rollout" samples; say with what: [rollout] name (`mortice list rollout`)')
+        context = evolve(context, rewards=_rewards(context))
         if not context.rewards:
-            raise ConfigError('source "rollout" needs [[reward]]: what is an answer worth? (`mortice list reward`)')
+            raise ConfigError(
+                'source "rollout" needs [[reward]]: what is an answer worth? (`mortice list reward`; or give a [task])'
+            )
         if not context.requires & {"advantages", "pairs"}:
             raise ConfigError(
                 'source "rollout": the loss goes neither by advantages nor by pairs, so that no reward would change '
@@ -131,6 +135,18 @@ class Rollout:
         auto = "sampled" if own and "sampler_logprobs" not in context.requires else "scored"
         old = (auto if self.old_logprobs == "auto" else self.old_logprobs) if gradient else "none"
         return LiveRollout(self, context, sampling, *_prompts(self, context), old=old)
+
+
+def _rewards(context: SourceContext) -> tuple[NamedReward, ...]:
+    """The run's rewards, bound to its task where they go by one; of a task alone, whether the answer is correct."""
+    if context.task is None:
+        return context.rewards
+    if not context.rewards:
+        return (NamedReward("task", TaskReward().bound(context.task)),)
+    return tuple(
+        evolve(each, reward=each.reward.bound(context.task)) if hasattr(each.reward, "bound") else each
+        for each in context.rewards
+    )
 
 
 @frozen

@@ -1,0 +1,1 @@
+"""Tasks: problems whose answers can be checked."""
