@@ -310,7 +310,7 @@ class _Reader:
             profiled = self.profile.get((kind, "name"))
             if profiled is not None:
                 return self.some([self.strategy((kind,), kind, {"name": profiled[0]})])
-            defaults = self.plugins.registry.defaults(kind)
+            defaults = [] if kind in OPTIONAL else self.plugins.registry.defaults(kind)
             if not defaults and kind not in OPTIONAL:
                 names = ", ".join(self.plugins.registry.names(kind)) or "none"
                 self.say((kind,), f"required: add a table [{kind}] with a name (available: {names})")

@@ -31,7 +31,7 @@ CLIP = {
 PROFILE = {
     "data.format": "prompt",
     "source.name": "rollout",
-    "rollout.name": "sequential",
+    "rollout.name": "kv-cache",
     "optimizer.learning_rate": 1e-5,
     "schedule.name": "constant",
     "adapter.rank": 16,
