@@ -241,6 +241,8 @@ class _Reader:
     profile: dict[tuple[str, str], tuple[Any, str]] = field(factory=dict)
     format_class: type | None = None
     check_files: bool = True
+    used: frozenset[str] = frozenset()
+    """Optional kinds that the source works with."""
 
     def say(self, key: Key, text: str) -> None:
         self.errors.append(f"{self.file.where(key)}{'.'.join(key)}: {text}")
@@ -303,8 +305,10 @@ class _Reader:
             profiled = self.profile.get((kind, "name"))
             if profiled is not None:
                 return self.some([self.strategy((kind,), kind, {"name": profiled[0]})])
+            if kind in OPTIONAL and kind not in self.used:
+                return []
             defaults = self.plugins.registry.defaults(kind)
-            if not defaults and kind not in OPTIONAL:
+            if not defaults:
                 names = ", ".join(self.plugins.registry.names(kind)) or "none"
                 self.say((kind,), f"required: add a table [{kind}] with a name (available: {names})")
             return self.some([self.strategy((kind,), kind, {"name": s.name}) for s in defaults])
@@ -462,7 +466,10 @@ def _build(file: RunFile, plugins: Plugins, *, stem: str = "run", check_files: b
     chosen = list(losses)
     for kind in STRATEGY_TABLES:
         if kind != "loss":
-            chosen += reader.strategies(kind)
+            found = reader.strategies(kind)
+            if kind == "source":
+                reader.used = frozenset().union(*(getattr(each.options, "uses", ()) for each in found))
+            chosen += found
     policy = core["reference"].policy if core["reference"] is not None else "initial"
     if check_files and policy not in ("initial", "base") and not Path(policy).is_dir():
         text = f'must be "initial", "base" or a folder (an adapter, or a model), found no folder {policy}'

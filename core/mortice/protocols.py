@@ -296,7 +296,11 @@ class LiveSource(Protocol):
 
 @runtime_checkable
 class Source(Protocol):
-    """Where groups come from: a data set, or a rollout (sample, score, advantage)."""
+    """Where groups come from: a data set, or a rollout (sample, score, advantage).
+
+    `uses` (optional) names kinds of strategies that it works with and a run may be without (`rollout`): where the run
+    file has no table of one, the default strategy is taken, and where there is none, asked for.
+    """
 
     def open(self, context: SourceContext, /) -> LiveSource: ...
 

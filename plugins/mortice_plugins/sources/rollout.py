@@ -52,6 +52,8 @@ class Rollout:
         {"groups", "advantages", "old_logprobs", "sampler_logprobs", "pairs"}
     )
 
+    uses: ClassVar[frozenset[str]] = frozenset({"rollout"})
+
     inner_epochs: int = option(1, help="optimizer steps on each rollout", validator=ge(1))
     baseline: str = option(
         "group",
