@@ -659,3 +659,11 @@ def test_plugins_are_enabled_by_their_full_names(load):
 def test_a_config_beside_a_pretrained_model_is_refused(refused):
     message = refused(BASE.replace(MODEL, MODEL + 'config = "config.json"\n'))
     assert 'config is for init = "random"' in message
+
+
+def test_an_engine_is_there_where_a_source_samples_and_nowhere_else(load):
+    assert load(BASE).all("rollout") == []
+    text = BASE + '[source]\nname = "rollout"\n[[reward]]\nname = "length"\nmin = 1\n'
+    assert type(load(text).rollout).__name__ == "KVCache"
+    assert type(load(text + '[rollout]\nname = "sequential"\n').rollout).__name__ == "Sequential"
+    assert load(text + "[rollout]\nrows = 3\ntemperature = 0.5\n").rollout.rows == 3

@@ -309,11 +309,12 @@ def test_what_ends_a_run_keeps_what_was_answered(tmp_path):
     prompts = [Prompt(f"f:{i}", {"prompt": str(i)}, str(i), (i,), 0) for i in range(3)]
     asked: list[str] = []
 
-    def ask(prompt):
-        if prompt.where == "f:1" and len(asked) == 1:
-            raise KeyboardInterrupt
-        asked.append(prompt.where)
-        return [answer(0, "a", 1), answer(1, "b", 0)]
+    def ask(prompts):
+        for prompt in prompts:
+            if prompt.where == "f:1" and len(asked) == 1:
+                raise KeyboardInterrupt
+            asked.append(prompt.where)
+            yield [answer(0, "a", 1), answer(1, "b", 0)]
 
     with pytest.raises(KeyboardInterrupt):
         make_pairs(prompts, ask, tmp_path / "p.jsonl", Choice(1.0), {"seed": 0})
@@ -328,7 +329,7 @@ def test_pairs_keep_system_tools_and_weight_of_their_record(tmp_path):
     record = {"prompt": "q", "system": "s", "weight": 0.5, "id": 3}
     prompt = Prompt("f:1", record, "q", (1,), 0)
     make_pairs(
-        [prompt], lambda _: [answer(0, "a", 1), answer(1, "b", 0)], tmp_path / "p.jsonl", Choice(1.0), {"seed": 0}
+        [prompt], lambda _: [[answer(0, "a", 1), answer(1, "b", 0)]], tmp_path / "p.jsonl", Choice(1.0), {"seed": 0}
     )
     (found,) = pairs_of(tmp_path / "p.jsonl")
     assert (found["system"], found["weight"], "id" in found) == ("s", 0.5, False)

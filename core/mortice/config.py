@@ -100,6 +100,11 @@ class RunConfig:
         return [c.options for c in self.all("reward")]
 
     @property
+    def samples(self) -> bool:
+        """Whether the source samples from the model: `[rollout]`, its temperature above all, is for no other."""
+        return "rollout" in getattr(self.source, "uses", ())
+
+    @property
     def sampling(self) -> SamplingOptions:
         """How answers are sampled, where the run samples."""
         found = self.all("rollout")
@@ -248,6 +253,8 @@ class _Reader:
     profile: dict[tuple[str, str], tuple[Any, str]] = field(factory=dict)
     format_class: type | None = None
     check_files: bool = True
+    used: frozenset[str] = frozenset()
+    """Optional kinds that the source works with."""
 
     def say(self, key: Key, text: str) -> None:
         self.errors.append(f"{self.file.where(key)}{'.'.join(key)}: {text}")
@@ -310,8 +317,10 @@ class _Reader:
             profiled = self.profile.get((kind, "name"))
             if profiled is not None:
                 return self.some([self.strategy((kind,), kind, {"name": profiled[0]})])
-            defaults = [] if kind in OPTIONAL else self.plugins.registry.defaults(kind)
-            if not defaults and kind not in OPTIONAL:
+            if kind in OPTIONAL and kind not in self.used:
+                return []
+            defaults = self.plugins.registry.defaults(kind)
+            if not defaults:
                 names = ", ".join(self.plugins.registry.names(kind)) or "none"
                 self.say((kind,), f"required: add a table [{kind}] with a name (available: {names})")
             return self.some([self.strategy((kind,), kind, {"name": s.name}) for s in defaults])
@@ -469,7 +478,10 @@ def _build(file: RunFile, plugins: Plugins, *, stem: str = "run", check_files: b
     chosen = list(losses)
     for kind in STRATEGY_TABLES:
         if kind != "loss":
-            chosen += reader.strategies(kind)
+            found = reader.strategies(kind)
+            if kind == "source":
+                reader.used = frozenset().union(*(getattr(each.options, "uses", ()) for each in found))
+            chosen += found
     policy = core["reference"].policy if core["reference"] is not None else "initial"
     if check_files and policy not in ("initial", "base") and not Path(policy).is_dir():
         text = f'must be "initial", "base" or a folder (an adapter, or a model), found no folder {policy}'

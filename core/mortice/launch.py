@@ -165,7 +165,7 @@ def prepare(config: RunConfig, notices: Notices | None = None, *, train: bool = 
             filters=config.filters,
         )
     )
-    if not getattr(config.source, "samples", False):
+    if not config.samples:
         unused = [f"[{table}]" for table in ("rollout", "reward", "task") if config.all(table)]
         if unused:
             name = config.all("source")[0].name
@@ -243,7 +243,7 @@ def make_engine(config: RunConfig, model: Any) -> Engine:
         limits=Limits(groups=config.train.micro_batch_size),
         attention_chunk=chunk if isinstance(chunk, int) else None,
         mlp_chunk=config.context.mlp_chunk,
-        temperature=config.sampling.temperature if getattr(config.source, "samples", False) else 1.0,
+        temperature=config.sampling.temperature if config.samples else 1.0,
     )
 
 

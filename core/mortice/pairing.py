@@ -2,7 +2,7 @@
 
 Every draw is keyed by seed, prompt and sample, so neither the order of the prompts nor a run that was killed changes an
 answer. Answers and their rewards are appended to a file beside the output, one line a prompt; a run that starts again
-takes from it what is there. The pairs are written at the end, whole. What this leaves out: many sequences at once.
+takes from it what is there. The pairs are written at the end, whole.
 """
 
 from __future__ import annotations
@@ -14,23 +14,22 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from attrs import asdict, define, evolve, field, frozen
 
 from mortice import atomic
+from mortice.batch import Completion
 from mortice.data import bad_rows, read_records
 from mortice.errors import ConfigError, DataError
-from mortice.protocols import Sampling
-from mortice.randomness import stable_seed
+from mortice.protocols import LiveEngine, Request, Sampling
 from mortice.rewards import NamedReward, rewarded
 from mortice.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from mortice.model import Model
-
 GREEDY = "greedy"
 """The sample that takes the likeliest token every time."""
+TOGETHER = 32
+"""Prompts that are asked together: what a killed run loses at most."""
 CARRIED = ("system", "tools", "weight")
 """Keys that a pair takes over from the record of its prompt."""
 
@@ -172,28 +171,35 @@ def check_rewards(file: Path, prompts: Sequence[Prompt], rewards: Sequence[Named
         raise DataError(bad_rows(file, problems, len(prompts)))
 
 
-def answer(
-    model: Model, tokenizer: Tokenizer, prompt: Prompt, sampling: Sampling, rewards: Sequence[NamedReward], *,
+def answers(
+    engine: LiveEngine, prompts: Sequence[Prompt], sampling: Sampling, rewards: Sequence[NamedReward], *,
     greedy: bool = True,
-) -> list[Answer]:  # fmt: skip
-    """The greedy answer (with `greedy`) and `sampling.samples` drawn ones, scored. The prompt is run once.
+) -> Iterator[list[Answer]]:  # fmt: skip
+    """For each prompt in order, the greedy answer (with `greedy`) and `sampling.samples` drawn ones, scored. Some
+    prompts are asked together.
 
     Raises DataError where a reward fails.
     """
-    from mortice.generation import continue_from, prefill
+    for start in range(0, len(prompts), TOGETHER):
+        part = prompts[start : start + TOGETHER]
+        requests = [Request(prompt.ids, f"pairs {prompt.occurrence} {prompt.ids}") for prompt in part]
+        found: list[dict[int, Completion]] = [{} for _ in part]
+        if greedy:
+            for i, _, completion in engine.generate(requests, evolve(sampling, temperature=0.0, samples=1)):
+                found[i][-1] = completion
+        wanted, told = sampling.samples + greedy, 0
+        for i, sample, completion in engine.generate(requests, sampling):
+            found[i][sample] = completion
+            while told < len(part) and len(found[told]) == wanted:
+                yield [_scored(part[told], k, each, rewards) for k, each in sorted(found[told].items())]
+                told += 1
 
-    start = prefill(model, prompt.ids)
-    found = []
-    for sample in [*([GREEDY] if greedy else []), *range(sampling.samples)]:
-        own = evolve(sampling, seed=stable_seed(sampling.seed, "pairs", prompt.ids, prompt.occurrence, sample))
-        if sample == GREEDY:
-            own = evolve(own, temperature=0.0)
-        ids = list(continue_from(model, start, own))
-        ended = ids[-1] in sampling.eos_ids
-        text = tokenizer.decode(ids[:-1] if ended else ids)
-        got = rewarded(rewards, text, prompt.record, prompt.where)
-        found.append(Answer(sample, text, len(ids), "stop" if ended else "length", got.total, got.values))
-    return found
+
+def _scored(prompt: Prompt, sample: int, completion: Completion, rewards: Sequence[NamedReward]) -> Answer:
+    text = completion.text or ""
+    got = rewarded(rewards, text, prompt.record, prompt.where)
+    name = GREEDY if sample < 0 else sample
+    return Answer(name, text, len(completion.ids), str(completion.finish_reason), got.total, got.values)
 
 
 def choose(answers: Iterable[Answer], choice: Choice) -> list[tuple[Answer, Answer]]:
@@ -296,23 +302,25 @@ class Samples:
 
 
 def make_pairs(
-    prompts: Sequence[Prompt], ask: Callable[[Prompt], list[Answer]], output: Path, choice: Choice,
+    prompts: Sequence[Prompt], ask: Callable[[Sequence[Prompt]], Iterable[list[Answer]]], output: Path, choice: Choice,
     facts: Mapping[str, Any], told: Callable[[int, Outcome], None] = lambda done, outcome: None,
 ) -> Outcome:  # fmt: skip
     """Answer every prompt that has no answers yet and write the pairs of all of them to `output`, whole.
 
-    `facts` are what answers depend on beside their prompt; they stand in every pair. `told` is called after each prompt
-    with the count of those that are done. Raises DataError where no prompt gave a pair; the answers are kept.
+    `ask` gives the answers of the prompts that it is called with, in their order. `facts` are what answers depend on
+    beside their prompt; they stand in every pair. `told` is called after each prompt with the count of those that are
+    done. Raises DataError where no prompt gave a pair; the answers are kept.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     lines: list[str] = []
     outcome = Outcome()
     with Samples.open(samples_file(output), facts) as samples:
+        asked = iter(ask([prompt for prompt in prompts if prompt.key not in samples.answers]))
         for done, prompt in enumerate(prompts, start=1):
             answers = samples.answers.get(prompt.key)
             reused = answers is not None
             if answers is None:
-                answers = ask(prompt)
+                answers = next(asked)
                 samples.add(prompt, answers)
             pairs = choose(answers, choice)
             lines += [json.dumps(pair_record(prompt, *pair, facts), ensure_ascii=False) + "\n" for pair in pairs]

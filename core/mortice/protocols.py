@@ -299,7 +299,8 @@ class LiveSource(Protocol):
 class Source(Protocol):
     """Where groups come from: a data set, or a rollout (sample, score, advantage).
 
-    One that samples has `samples = True`: `[rollout]`, its temperature above all, is for no other.
+    `uses` (optional) names kinds of strategies that it works with and a run may be without (`rollout`): where the run
+    file has no table of one, the default strategy is taken, and where there is none, asked for.
     """
 
     def open(self, context: SourceContext, /) -> LiveSource: ...

@@ -37,6 +37,7 @@ def pairs(
     top_k: int = 0,
     seed: int = 0,
     limit: int | None = None,
+    rollout: str | None = None,
     json: bool = False,
 ) -> int:
     """Sample answers to prompts, score them, and write pairs of a right and a wrong one.
@@ -84,16 +85,18 @@ def pairs(
         Names the draws, together with prompt and sample.
     limit
         Read only the first prompts.
+    rollout
+        The engine that samples: a name, or '{name = "kv-cache", rows = 32}' with options (`mortice list rollout`).
     json
         Print JSON.
     """
     from mortice import blas
 
     blas.load()
-    from mortice.pairing import Choice, answer, check_rewards, folder_facts, make_pairs, read_prompts, samples_file
+    from mortice.pairing import Choice, answers, check_rewards, folder_facts, make_pairs, read_prompts, samples_file
     from mortice.plugins import load_plugins
     from mortice.pretrained import load
-    from mortice.protocols import Sampling
+    from mortice.protocols import EngineContext, Sampling
     from mortice.rewards import full_marks
 
     for name, value, good in (
@@ -116,6 +119,7 @@ def pairs(
         raise ConfigError(f"{prompts} is the file of prompts; choose another output")
     plugins = load_plugins()
     scored = rewards_of(reward, plugins)
+    chosen = engine_of(plugins, rollout)
     pretrained = load(model, plugins=plugins, adapter=adapter)
     tokenizer, network = pretrained.tokenizer, pretrained.model
     if tokenizer is None or pretrained.path is None:
@@ -140,12 +144,15 @@ def pairs(
             "greedy": greedy,
         },
     }
+    if "weight-sync" not in chosen.options.provides:  # whose answers they are, then, the engine alone says
+        facts["rollout"] = {"name": chosen.name, **asdict(chosen.options, value_serializer=_fact)}
+    engine = chosen.options.open(EngineContext(network, tokenizer, lambda message, **_: warn(message)))
     choice = Choice(full_marks(scored) if threshold is None else threshold, max_pairs)
     try:
         with bar("prompts", quiet=json, every=EVERY) as show:
             outcome = make_pairs(
                 found,
-                lambda prompt: answer(network, tokenizer, prompt, sampling, scored, greedy=greedy),
+                lambda left: answers(engine, left, sampling, scored, greedy=greedy),
                 output,
                 choice,
                 facts,
@@ -156,6 +163,8 @@ def pairs(
     except KeyboardInterrupt:
         warn(f"stopped; the same command goes on from {samples_file(output)}")
         return 130
+    finally:
+        engine.close()
     if json:
         print_json({"output": str(output), "threshold": choice.threshold, **asdict(outcome)})
         return 0
@@ -200,6 +209,16 @@ def rewards_of(texts: tuple[str, ...], plugins: Any) -> Any:
         raise ConfigError(f"--reward is missing (available: {', '.join(plugins.registry.names('reward')) or 'none'})")
     chosen = [strategy_of(plugins, "reward", text, "--reward") for text in texts]
     return named([(each.name, each.options) for each in chosen])
+
+
+def engine_of(plugins: Any, text: str | None) -> Any:
+    """The rollout engine of a flag, or the default one. Raises ConfigError or PluginError."""
+    if text is None:
+        defaults = plugins.registry.defaults("rollout")
+        if len(defaults) != 1:
+            raise ConfigError(f"--rollout is missing (available: {', '.join(plugins.registry.names('rollout'))})")
+        text = defaults[0].name
+    return strategy_of(plugins, "rollout", text, "--rollout")
 
 
 def strategy_of(plugins: Any, kind: str, text: str, flag: str) -> Any:

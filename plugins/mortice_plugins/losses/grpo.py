@@ -31,7 +31,6 @@ CLIP = {
 PROFILE = {
     "data.format": "prompt",
     "source.name": "rollout",
-    "rollout.name": "kv-cache",
     "optimizer.learning_rate": 1e-5,
     "schedule.name": "constant",
     "adapter.rank": 16,

@@ -53,7 +53,8 @@ class Rollout:
     provides: ClassVar[frozenset[str]] = frozenset(
         {"groups", "advantages", "old_logprobs", "sampler_logprobs", "pairs"}
     )
-    samples: ClassVar[bool] = True
+
+    uses: ClassVar[frozenset[str]] = frozenset({"rollout"})
 
     inner_epochs: int = option(1, help="optimizer steps on each rollout", validator=ge(1))
     baseline: str = option(
