@@ -163,6 +163,9 @@ def prepare(config: RunConfig, notices: Notices | None = None, *, train: bool = 
             filters=config.filters,
         )
     )
+    if config.controllers and not source.can_validate:
+        names = ", ".join(name for name, _ in config.controllers)
+        raise ConfigError(f"controller {names}: controllers go by validation, and there is none (data.valid)")
     known = getattr(source, "known", None)
     if known is not None:
         check_vocabulary(known(), model.output.vocab)
@@ -294,9 +297,6 @@ def train(config: RunConfig, notices: Notices | None = None) -> Outcome:
         options = evolve(options, best_mode=mode)
     if options.best and not prepared.source.can_validate:
         raise ConfigError(f"train.best is {options.best!r}, but there is no validation data (data.valid)")
-    if config.controllers and not prepared.source.can_validate:
-        names = ", ".join(name for name, _ in config.controllers)
-        raise ConfigError(f"controller {names}: controllers go by validation, and there is none (data.valid)")
     share = f"trainable parameters: {prepared.trainable:,} of {prepared.parameters:,}"
     notices(f"{share} ({prepared.trainable / prepared.parameters:.3%})")
 
