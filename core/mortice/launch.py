@@ -111,7 +111,7 @@ def prepare(config: RunConfig, notices: Notices | None = None, *, train: bool = 
     from mortice.reference_policy import reference_of_run
     from mortice.rewards import named
     from mortice.trainer import Signals
-    from mortice.warm_start import attach_adapter
+    from mortice.warm_start import attach_adapter, attach_head
 
     notices = notices or Notices()
     for message in (*config.notices, *(plugin.failure() for plugin in config.plugins.failed)):
@@ -129,8 +129,7 @@ def prepare(config: RunConfig, notices: Notices | None = None, *, train: bool = 
 
     config, params = attach_adapter(config, model)
     adapter = config.adapter
-    attach_head = getattr(config.head, "attach", None)
-    head_params = attach_head(model, seed) if attach_head is not None else {}
+    head_params = attach_head(config, model)
     params |= head_params
     if not params:
         raise ConfigError("adapter: nothing would train (0 trainable parameters)")
