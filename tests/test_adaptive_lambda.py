@@ -10,6 +10,7 @@ from tiny_run import configure, metrics, run, tiny_run
 
 from mortice.checkpoint import load_checkpoint
 from mortice.errors import ConfigError
+from mortice.launch import prepare
 from mortice_plugins.controllers.adaptive_lambda import AdaptiveLambda
 
 KEY = "loss.beta"
@@ -108,3 +109,23 @@ def test_a_run_with_it_changes_the_loss_and_keeps_its_state(tmp_path):
     after, _ = AdaptiveLambda(start=0.7)(5, {"lw": state["best"], "lr": state["best"] - 1}, state)
     grown = {} if state["lambda"] == 1.0 or state["stopped"] else {KEY: min(1.0, 1.5 * state["lambda"])}
     assert after == pytest.approx(grown)
+
+
+def test_in_a_sum_of_losses_it_steers_its_own(tmp_path):
+    """Not the option of that name which the first loss has."""
+    text = tiny_run(tmp_path).read_text()
+    losses = '[[loss]]\nname = "dpo"\n\n[[loss]]\nname = "orpo"\nlambda_schedule = "adaptive"\nbeta = 0.2\n'
+    file = tmp_path / "sum.toml"
+    file.write_text(text.replace('[loss]\nname = "orpo"\n', losses))
+    ((_, controller),) = configure(file).controllers
+    assert (controller.start, controller.option) == (0.2, "loss.1.beta")
+    changed = configure(file).with_overrides({controller.option: 0.7})
+    assert [loss.beta for _, loss in changed.losses] == [0.1, 0.7]
+
+
+def test_without_validation_it_is_refused_before_training(tmp_path):
+    text = tiny_run(tmp_path).read_text()
+    file = tmp_path / "blind.toml"
+    file.write_text(text.replace('valid = "valid.jsonl"\n', ""))
+    with pytest.raises(ConfigError, match="controller adaptive-lambda: controllers go by validation"):
+        prepare(configure(file, ADAPTIVE))

@@ -191,6 +191,17 @@ def test_counts_say_what_was_cut(tmp_path):
     assert said[-1] == "p.jsonl: keys not read: id"
 
 
+def test_rows_of_weight_0_are_dropped_and_said_for_what_they_are(tmp_path):
+    records = [{"prompt": "a", "completion": "b", "weight": weight} for weight in (0, 1)]
+    groups, counts = load(pair_file(tmp_path, *records), CompletionFormat())
+    assert (len(groups), counts.weightless, counts.dropped) == (1, 1, 0)
+    assert [m for m, _ in counts.messages(tmp_path / "p.jsonl", 16)] == [
+        "p.jsonl: 1 of 2 rows dropped, whose weight is 0"
+    ]
+    with pytest.raises(DataError, match=r"dropped\n  p\.jsonl: 1 of 1 rows dropped, whose weight is 0"):
+        load(pair_file(tmp_path, records[0]), CompletionFormat())
+
+
 def test_a_limit_reads_the_first_rows(tmp_path):
     records = [{"prompt": "a", "completion": str(i)} for i in range(5)]
     groups, counts = load(pair_file(tmp_path, *records), CompletionFormat(), limit=2)

@@ -282,6 +282,15 @@ def test_a_loaded_reward_model_gives_the_rewards_of_training(home, trained):
     assert [x[0] for x in again.logprobs] == pytest.approx([r for pair in found for r in pair], abs=1e-4)
 
 
+def test_a_run_that_starts_from_a_reward_model_has_its_head(home, trained):
+    init = f'adapter.init="{trained.path / "adapter"}"'
+    file = home.parent / "more.toml"
+    file.write_text(home.read_text().replace("rank = 4\n", ""))
+    more = run(file, init, "train.steps=1", "train.seed=7", loss="bradley-terry")
+    assert more.before["margin"] == pytest.approx(trained.after["margin"], rel=1e-5)
+    assert more.before["loss"] == pytest.approx(trained.after["loss"], rel=1e-5)
+
+
 def test_two_runs_of_one_seed_are_equal(home):
     runs = [
         run(home, "train.steps=2", f"layout.name={layout}", "backward.name=segmented", loss="bradley-terry")
@@ -331,7 +340,7 @@ def test_scoring_single_answers_and_without_a_reward_head(home, trained, tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--format", "preference"), "'completion' would read them"),
+        (("--format", "preference"), "'completion' or 'prompt' would read them"),
         (("--format", "prefrence"), "did you mean 'preference'"),
         (("--format", "{name = 'rated', gap = 1}"), "data.gap: unknown key"),
         (("--max-length", "1"), "--max-length 1 is out of range"),

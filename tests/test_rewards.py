@@ -6,7 +6,7 @@ import pytest
 from attrs import frozen
 
 from mortice.config import build_strategy
-from mortice.errors import ConfigError, DataError
+from mortice.errors import CheckpointError, ConfigError, DataError
 from mortice.plugins import load_plugins
 from mortice.rewards import full_marks, named, rewarded
 from mortice_plugins.rewards.boxed import Boxed, last_boxed, number
@@ -117,3 +117,9 @@ def test_a_reward_that_raises_names_row_and_reward():
     with pytest.raises(DataError, match=r"^f:2: reward odd raised ZeroDivisionError: by zero") as error:
         rewarded(named([("odd", Odd(ZeroDivisionError("by zero")))]), "x", {}, "f:2")
     assert isinstance(error.value.__cause__, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("error", [ConfigError("no reward head"), CheckpointError("not found")])
+def test_a_reward_that_cannot_be_had_is_no_matter_of_a_row(error):
+    with pytest.raises(type(error), match=f"^{error}$"):
+        rewarded(named([("odd", Odd(error))]), "x", {}, "f:2", failed=lambda name, reason: None)

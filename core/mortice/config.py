@@ -468,10 +468,12 @@ def _build(file: RunFile, plugins: Plugins, *, stem: str = "run", check_files: b
     reader = _Reader(file, plugins, check_files=check_files)
     reader.top()
     losses = reader.strategies("loss")
-    for loss in losses:
+    for place, loss in enumerate(losses):
         asked = getattr(loss.options, "brings", {})
         for name, value in {**getattr(type(loss.options), "profile", {}), **asked}.items():
             table, _, key = name.partition(".")
+            if len(losses) > 1 and isinstance(value, str) and value.startswith("loss."):  # an option of its own
+                value = f"loss.{place}.{value.removeprefix('loss.')}"
             reader.profile.setdefault((table, key), (value, f"profile of {loss.name}"))
     form = reader.format()
     core = {name: reader.core(name) for name in CORE_TABLES}

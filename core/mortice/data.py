@@ -72,6 +72,8 @@ class DataCounts:
     """Groups whose longest completion alone did not fit; its end is gone, EOS included."""
     dropped: int = 0
     """Groups that were left with nothing to score."""
+    weightless: int = 0
+    """Groups with a weight of 0, which leaves nothing to learn."""
     tied: int = 0
     """Rows of a format of pairs that made none: all answers tie."""
     tied_examples: tuple[str, ...] = ()
@@ -93,6 +95,7 @@ class DataCounts:
             ("prompts_cut", f"prompts shortened to fit max_length {max_length}"),
             ("completions_cut", f"answers longer than max_length {max_length}, cut at their end"),
             ("dropped", "rows dropped, with nothing left to score"),
+            ("weightless", "rows dropped, whose weight is 0"),
             ("identical_pairs", "pairs whose chosen and rejected answers are identical: no preference signal"),
             ("different_prompts", "groups whose answers follow different prompts: they cannot share one"),
         ):
@@ -205,7 +208,7 @@ def load_groups(
     for group in read:
         cut = truncate(group, options.max_length, options.truncation, tokenizer.bos_id, counts)
         if cut is not None and not any(c.weight for c in cut.completions):
-            counts.dropped += 1  # a weight of 0 leaves nothing to learn
+            counts.weightless += 1
         elif cut is not None:
             groups.append(cut)
             counts.pairs += len(cut.pairs)

@@ -113,7 +113,7 @@ def prepare(config: RunConfig, notices: Notices | None = None, *, train: bool = 
     from mortice.reference_policy import reference_of_run
     from mortice.rewards import named
     from mortice.trainer import Signals
-    from mortice.warm_start import attach_adapter
+    from mortice.warm_start import attach_adapter, attach_head
 
     notices = notices or Notices()
     for message in (*config.notices, *(plugin.failure() for plugin in config.plugins.failed)):
@@ -131,8 +131,7 @@ def prepare(config: RunConfig, notices: Notices | None = None, *, train: bool = 
 
     config, params = attach_adapter(config, model)
     adapter = config.adapter
-    attach_head = getattr(config.head, "attach", None)
-    head_params = attach_head(model, seed) if attach_head is not None else {}
+    head_params = attach_head(config, model)
     params |= head_params
     if not params:
         raise ConfigError("adapter: nothing would train (0 trainable parameters)")
@@ -170,6 +169,9 @@ def prepare(config: RunConfig, notices: Notices | None = None, *, train: bool = 
         if unused:
             name = config.all("source")[0].name
             notices(f"source {name!r} samples nothing; {', '.join(unused)} changes nothing")
+    if config.controllers and not source.can_validate:
+        names = ", ".join(name for name, _ in config.controllers)
+        raise ConfigError(f"controller {names}: controllers go by validation, and there is none (data.valid)")
     known = getattr(source, "known", None)
     if known is not None:
         check_vocabulary(known(), model.output.vocab)
@@ -310,9 +312,6 @@ def _checked(prepared: Prepared) -> tuple[TrainOptions, str | None]:
         options = evolve(options, best_mode=mode if options.best is None else "min")
     if options.best and not prepared.source.can_validate:
         raise ConfigError(f"train.best is {options.best!r}, but there is no validation data (data.valid)")
-    if config.controllers and not prepared.source.can_validate:
-        names = ", ".join(name for name, _ in config.controllers)
-        raise ConfigError(f"controller {names}: controllers go by validation, and there is none (data.valid)")
     share = f"trainable parameters: {prepared.trainable:,} of {prepared.parameters:,}"
     notices(f"{share} ({prepared.trainable / prepared.parameters:.3%})")
     return options, best

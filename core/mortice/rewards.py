@@ -8,7 +8,7 @@ from typing import Any
 
 from attrs import frozen
 
-from mortice.errors import DataError
+from mortice.errors import CheckpointError, ConfigError, DataError
 from mortice.protocols import Reward
 
 
@@ -72,6 +72,8 @@ def _value(each: NamedReward, text: str, record: Mapping[str, Any], where: str) 
         value = each.reward(text, record)
     except DataError as error:
         raise DataError(f"{where}: reward {each.name}: {error}") from error
+    except (CheckpointError, ConfigError):  # of the reward itself: no answer could be scored
+        raise
     except Exception as error:  # the plugin boundary: a reward may be anyone's code
         raise DataError(f"{where}: reward {each.name} raised {type(error).__name__}: {error}") from error
     if isinstance(value, str) or not math.isfinite(value):

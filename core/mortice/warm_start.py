@@ -1,4 +1,4 @@
-"""The adapter of a run: a fresh one, or with `[adapter] init` one that was trained before."""
+"""The adapter of a run, and the weights of its head: fresh ones, or with `[adapter] init` those trained before."""
 
 from __future__ import annotations
 
@@ -49,3 +49,15 @@ def attach_adapter(config: RunConfig, model: Model) -> tuple[RunConfig, Params]:
     found = {name: getattr(strategy, name) for name in fields(cls) if name not in given}
     changes = {f"adapter.{name}": plain(value) for name, value in found.items() if value is not None}
     return config.with_overrides({"adapter.name": saved.name, **changes}, origin="adapter.init"), params
+
+
+def attach_head(config: RunConfig, model: Model) -> Params:
+    """Attach the weights that the run's head brings, where it brings any: those in the folder that the run starts from,
+    or fresh ones. Raises CheckpointError for weights that do not fit."""
+    head: Any = config.head
+    if not hasattr(head, "attach"):
+        return {}
+    folder = config.adapter_init
+    if folder is not None and hasattr(head, "claims") and head.claims(folder):
+        return dict(head.from_folder(folder, model)[1])
+    return dict(head.attach(model, config.train.seed))

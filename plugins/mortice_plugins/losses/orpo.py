@@ -73,7 +73,9 @@ class ORPO:
         """The controller that an adaptive schedule is, where the run names none; it begins with `beta`."""
         if self.lambda_schedule == "static":
             return {}
-        return {"controller.name": "adaptive-lambda", "controller.start": self.beta}
+        return {
+            "controller.name": "adaptive-lambda", "controller.start": self.beta, "controller.option": "loss.beta",
+        }  # fmt: skip
 
     @classmethod
     def examples(cls) -> Iterable[ORPO]:
