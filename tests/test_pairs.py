@@ -250,7 +250,7 @@ def test_a_damaged_file_of_answers_is_said(tmp_path):
         ((), "regex", "--reward regex: reward.pattern: is required"),
         ((), '{name = "regex", pattern = "("}', "is no regular expression"),
         ((), "{name = regex}", "no inline TOML table"),
-        ((), '{pattern = "a"}', "name: required (available: boxed, length, regex, reward-model)"),
+        ((), '{pattern = "a"}', "name: required (available: boxed, "),
         ((), "boxed", "prompts.jsonl:1: reward boxed: no 'answer', found 'prompt', 'id'"),
         (("--key", "question"), EVEN, "6 bad of 6 rows\n  prompts.jsonl:1: no 'question', found 'prompt', 'id'"),
     ],

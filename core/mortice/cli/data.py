@@ -54,7 +54,7 @@ def data(file: Path, *, rows: int = 2, json: bool = False, flags: RunFlags | Non
     if not folder.is_dir():
         raise ConfigError(f"model.path: no such folder: {folder}")
     tokenizer = Tokenizer.load(folder).using(config.model.chat_template, config.model.template_variables)
-    sampled = getattr(config.source, "samples", False)
+    sampled = config.samples
     reports: list[dict[str, Any]] = []
     for name in ("train", "valid"):
         part = getattr(config.data, name)
