@@ -40,7 +40,8 @@ docs: $(VENV)/mortice
 
 # Comparisons with other implementations, which need torch.
 oracle: $(VENV)/dev
-	@$(PIP) install torch
+	@$(PIP) install torch nltk immutabledict
+	@$(PIP) install --no-deps lm-eval
 	@$(BIN)/python -m pytest -m oracle
 
 clean:

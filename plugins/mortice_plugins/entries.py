@@ -289,3 +289,7 @@ arithmetic = _plugin(
 copy = _plugin("task", "mortice_plugins.tasks.sequences:Copy", "Digits, given back as they are.", "copy")
 sort = _plugin("task", "mortice_plugins.tasks.sequences:Sort", "Digits, given back in order.", "sort")
 gsm8k = _plugin("task", "mortice_plugins.tasks.gsm8k:GSM8K", "Word problems of grade-school mathematics.", "gsm8k")
+ifeval_reward = _plugin(
+    "reward", "mortice_plugins.rewards.ifeval:IFEval", "Which verifiable instructions the answer follows.", "ifeval"
+)
+ifeval = _plugin("task", "mortice_plugins.tasks.ifeval:IFEval", "Prompts with verifiable instructions.", "ifeval")
