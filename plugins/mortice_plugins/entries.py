@@ -276,3 +276,9 @@ reward_model = _plugin(
 length_reward = _plugin(
     "reward", "mortice_plugins.rewards.length:Length", "1 where the length of the answer is within bounds.", "length"
 )
+openai_compatible = _plugin(
+    "rollout",
+    "mortice_plugins.rollouts.openai_compatible:OpenAICompatible",
+    "Answers from a server with OpenAI's completions interface.",
+    "openai-compatible",
+)
