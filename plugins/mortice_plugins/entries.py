@@ -293,3 +293,9 @@ ifeval_reward = _plugin(
     "reward", "mortice_plugins.rewards.ifeval:IFEval", "Which verifiable instructions the answer follows.", "ifeval"
 )
 ifeval = _plugin("task", "mortice_plugins.tasks.ifeval:IFEval", "Prompts with verifiable instructions.", "ifeval")
+openai_compatible = _plugin(
+    "rollout",
+    "mortice_plugins.rollouts.openai_compatible:OpenAICompatible",
+    "Answers from a server with OpenAI's completions interface.",
+    "openai-compatible",
+)
