@@ -232,6 +232,16 @@ def test_pairs_train_as_well(tmp_path):
     assert outcome.before["desirable"] == 0.5
 
 
+def test_answers_of_one_kind_alone_are_said(home, tmp_path):
+    said = "every answer is labelled"
+    assert not [m for m in prepare(configure(home)).notices.messages if said in m]
+    assert not [m for m in prepare(configure(tiny_run(tmp_path), loss="kto")).notices.messages if said in m]
+    liked = home.parent / "liked.jsonl"
+    write_lines(liked, [vote | {"label": True} for vote in votes(WORDS)])
+    (told,) = [m for m in prepare(configure(home, f'data.train="{liked}"')).notices.messages if said in m]
+    assert told.startswith("liked.jsonl: every answer is labelled desirable")
+
+
 def test_what_kto_needs(home):
     with pytest.raises(ConfigError, match=r"loss 'kto' needs labels.*data 'unpaired'"):
         check_requirements(configure(home, "data.format=completion"))

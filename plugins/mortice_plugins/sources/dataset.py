@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 from attrs import define, frozen
 
-from mortice.batch import Group
+from mortice.batch import LABEL, Group
 from mortice.data import DataCounts, load_groups, with_unrelated
 from mortice.errors import DataError
 from mortice.options import option
@@ -39,6 +39,10 @@ class Dataset:
                 filters=context.filters,
             )  # fmt: skip
             _tell(context, path, counts, data.max_length)
+            if "labels" in context.requires and (kind := _only_kind(groups)):
+                context.report(
+                    f"{path.name}: every answer is labelled {kind}: the loss has no other side to learn from"
+                )
             if "unrelated" not in context.requires:
                 return groups
             try:
@@ -58,6 +62,13 @@ class Dataset:
 def _tell(context: SourceContext, path: Any, counts: DataCounts, max_length: int) -> None:
     for message, count in counts.messages(path, max_length):
         context.report(message, count=count)
+
+
+def _only_kind(groups: Sequence[Group]) -> str | None:
+    """`desirable` or `undesirable`, where all answers are labelled so."""
+    labels = {c.extras.get(LABEL) for group in groups for c in group.completions}
+    kinds: dict[float | None, str] = {1.0: "desirable", 0.0: "undesirable"}
+    return kinds.get(labels.pop()) if len(labels) == 1 else None
 
 
 @define(eq=False)
