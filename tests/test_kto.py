@@ -339,6 +339,8 @@ def test_score_takes_labels(shared):
     z = max(0.0, found.metrics["kl"])
     by_hand = [sigmoid(0.1 * (z - r)) if good else sigmoid(0.1 * (r - z)) for r, good in ratios]
     assert found.loss == pytest.approx(sum(by_hand) / len(by_hand), rel=1e-5)
+    with pytest.raises(DataError, match=r"groups\[0\]: 'labels' must be true or false, or 1 or 0, found 2"):
+        score(base, [{**groups[0], "labels": [True, 2]}], **arguments)
     with pytest.raises(ConfigError, match="needs labels"):
         score(base, [{**g, "completions": g["completions"][:1]} for g in bare], **arguments)
 

@@ -39,10 +39,6 @@ class Dataset:
                 filters=context.filters,
             )  # fmt: skip
             _tell(context, path, counts, data.max_length)
-            if "labels" in context.requires and (kind := _only_kind(groups)):
-                context.report(
-                    f"{path.name}: every answer is labelled {kind}: the loss has no other side to learn from"
-                )
             if "unrelated" not in context.requires:
                 return groups
             try:
@@ -51,6 +47,8 @@ class Dataset:
                 raise DataError(f"{path}: {error}") from error
 
         train = read(data.train)
+        if "labels" in context.requires and (kind := _only_kind(train)):
+            context.report(f"{data.train.name}: every answer is labelled {kind}: there is no other side to learn from")
         valid = read(data.valid) if data.valid is not None else []
         if not valid:
             context.report("evaluation is off: data.valid is not set")
