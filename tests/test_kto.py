@@ -232,6 +232,16 @@ def test_pairs_train_as_well(tmp_path):
     assert outcome.before["desirable"] == 0.5
 
 
+def test_answers_of_one_kind_alone_are_said(home, tmp_path):
+    said = "every answer is labelled"
+    assert not [m for m in prepare(configure(home)).notices.messages if said in m]
+    assert not [m for m in prepare(configure(tiny_run(tmp_path), loss="kto")).notices.messages if said in m]
+    liked = home.parent / "liked.jsonl"
+    write_lines(liked, [vote | {"label": True} for vote in votes(WORDS)])
+    (told,) = [m for m in prepare(configure(home, f'data.train="{liked}"')).notices.messages if said in m]
+    assert told.startswith("liked.jsonl: every answer is labelled desirable")
+
+
 def test_what_kto_needs(home):
     with pytest.raises(ConfigError, match=r"loss 'kto' needs labels.*data 'unpaired'"):
         check_requirements(configure(home, "data.format=completion"))
@@ -329,6 +339,8 @@ def test_score_takes_labels(shared):
     z = max(0.0, found.metrics["kl"])
     by_hand = [sigmoid(0.1 * (z - r)) if good else sigmoid(0.1 * (r - z)) for r, good in ratios]
     assert found.loss == pytest.approx(sum(by_hand) / len(by_hand), rel=1e-5)
+    with pytest.raises(DataError, match=r"groups\[0\]: 'labels' must be true or false, or 1 or 0, found 2"):
+        score(base, [{**groups[0], "labels": [True, 2]}], **arguments)
     with pytest.raises(ConfigError, match="needs labels"):
         score(base, [{**g, "completions": g["completions"][:1]} for g in bare], **arguments)
 

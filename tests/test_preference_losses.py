@@ -306,6 +306,9 @@ def test_the_loss_of_a_pair_is_clipped(name):
     assert min(alone) < limit < max(alone)
     loss = evolve(CONFIGURED[name], max_loss=limit)
     assert of(loss, [0, 1]) == pytest.approx(min(alone) + limit, rel=1e-5)
+    scores = make_scores(groups, logprobs, loss.requires, prompts=prompts)
+    total, count = loss(scores, make_batch(groups, loss.requires)).metrics["clipped"]
+    assert total.item() / count.item() == 0.5
     whole = evolve(loss, sft_scope="response") if isinstance(loss, ORPO) else loss
     pulls = gradient(whole, groups, logprobs, terms={term})
     high, low = (pulls[4:], pulls[:4]) if alone[1] > alone[0] else (pulls[:4], pulls[4:])

@@ -324,6 +324,20 @@ def test_scoring_pairs_on_the_command_line(home, trained, tmp_path, capsys):
     assert sum(a > b for a, b in (line["rewards"] for line in lines)) / 60 == facts["accuracy"]
 
 
+@pytest.mark.parametrize("scores", [[1, 2, 3], [2, 2, 2]])
+def test_scoring_rated_answers_gives_one_number_for_each(home, trained, tmp_path, capsys, scores):
+    """In their order, those too that make no pair."""
+    data, out = tmp_path / "rated.jsonl", tmp_path / "out.jsonl"
+    answers = ["navy", "NAVY", "plum"]
+    model, adapter = str(home.parent / "model"), str(trained.path / "adapter")
+    write_lines(data, [{"prompt": "plum?", "completions": answers, "scores": scores, "weight": 0}])
+    code, _, _ = call(capsys, "score", model, str(data), str(out), "--adapter", adapter, "--format", "rated")
+    assert code == 0
+    reward = RewardModel(model=home.parent / "model", adapter=trained.path / "adapter")
+    expected = [reward(answer, {"prompt": "plum?"}) for answer in answers]
+    assert json.loads(out.read_text())["rewards"] == pytest.approx(expected, rel=1e-4)
+
+
 def test_scoring_single_answers_and_without_a_reward_head(home, trained, tmp_path, capsys):
     model, folder = str(home.parent / "model"), str(trained.path / "adapter")
     data, output = tmp_path / "answers.jsonl", tmp_path / "scored.jsonl"

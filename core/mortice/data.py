@@ -154,13 +154,14 @@ def read_records(file: Path) -> Iterator[tuple[str, Any]]:
 def load_groups(
     file: Path, form: DataFormat, tokenizer: Tokenizer, options: Lengths, *, name: str = "",
     formats: Callable[[], Mapping[str, DataFormat]] = dict, filters: Sequence[tuple[str, Filter]] = (),
-    to_sample: int | None = None,
+    training: bool = True, to_sample: int | None = None,
 ) -> tuple[list[Group], DataCounts]:  # fmt: skip
     """Every usable record of a file as a group, and the counts of what was cut and dropped.
 
     `filters` go by name over all groups, in order, before any is cut to length. Where answers of `to_sample` tokens are
-    to be sampled, records are taken as prompts: one that leaves no room for these is dropped, none is cut. For
-    messages: `name` is the format's, `formats` gives all formats by name.
+    to be sampled, records are taken as prompts: one that leaves no room for these is dropped, none is cut. Without
+    `training`, rows stay that nothing could be learned from: of weight 0, with answers that tie, or with identical ones
+    alone. For messages: `name` is the format's, `formats` gives all formats by name.
 
     Raises one DataError that lists all bad rows (the first 20 and how many more), or that says why nothing is left to
     train on.
@@ -191,7 +192,8 @@ def load_groups(
         except DataError as error:
             problems.append(f"{where}: {error}")
             continue
-        (read if group.pairs or "pairs" not in form.provides or to_sample is not None else tied).append(group)
+        paired = bool(group.pairs) or "pairs" not in form.provides
+        (read if paired or to_sample is not None or not training else tied).append(group)
     if problems:
         accepted = _accepted(form, name, misshapen, formats) if misshapen else ""
         raise DataError(bad_rows(file, problems, counts.rows) + accepted)
@@ -207,7 +209,7 @@ def load_groups(
         return groups, counts
     for group in read:
         cut = truncate(group, options.max_length, options.truncation, tokenizer.bos_id, counts)
-        if cut is not None and not any(c.weight for c in cut.completions):
+        if training and cut is not None and not any(c.weight for c in cut.completions):
             counts.weightless += 1
         elif cut is not None:
             groups.append(cut)
@@ -217,7 +219,7 @@ def load_groups(
     counts.kept = len(groups)
     if not groups:
         raise DataError(_nothing_left(file, counts, options.max_length))
-    if "pairs" in form.provides and counts.identical_pairs == counts.pairs:
+    if training and "pairs" in form.provides and counts.identical_pairs == counts.pairs:
         raise DataError(
             f"{file.absolute()}: in every one of the {counts.pairs} pairs chosen and rejected are identical; "
             "there is nothing to prefer"

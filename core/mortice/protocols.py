@@ -179,7 +179,8 @@ class Adapter(Protocol):
 class DataFormat(Protocol):
     """A record to an example. `keys` are the keys it accepts; `provides` what its groups bring (`pairs`).
 
-    `matches(record)` says whether a record has this format's shape, for messages and for `format = "auto"`.
+    `matches(record)` says whether a record has this format's shape, for messages and for `format = "auto"`. A format
+    whose groups leave answers out has `with_every_answer()`: the same format, which does not.
     """
 
     keys: frozenset[str]

@@ -170,6 +170,8 @@ def _group(index: int, given: Mapping[str, Any], with_pairs: bool) -> Group:
             if len(given[key]) != count:
                 raise DataError(f"{where}: {key!r} has {len(given[key])} entries for {count} completions")
             columns[name] = given[key]
+    if odd := [label for label in columns.get("labels", ()) if label not in (0, 1)]:
+        raise DataError(f"{where}: 'labels' must be true or false, or 1 or 0, found {odd[0]!r}")
     extras: list[dict[str, float]] = [{} for _ in range(count)]
     for key, name in (("labels", LABEL), ("scores", SCORE)):
         for own, value in zip(extras, columns.pop(key, ())):

@@ -55,7 +55,8 @@ def score(
     data
         JSON Lines, or a .json list.
     output
-        File to write: each record with its "reward" ("logprob"), or "rewards" of several answers, chosen ones first.
+        File to write: each record with its "reward" ("logprob"), or "rewards" of several answers, in order (chosen ones
+        first).
     adapter
         Adapter folder of the trained model.
     format
@@ -92,9 +93,11 @@ def score(
     if rater.tokenizer is None:
         raise ConfigError(f"{model} has no tokenizer.json")
     tokenizer = rater.tokenizer.using(template, dict(map(template_variable, variable)))
+    whole = getattr(form.options, "with_every_answer", lambda: form.options)()
     groups, counts = load_groups(
-        data, form.options, tokenizer, _Lengths(max_length, limit), name=form.name, formats=partial(formats_of, plugins)
-    )
+        data, whole, tokenizer, _Lengths(max_length, limit), name=form.name, formats=partial(formats_of, plugins),
+        training=False,
+    )  # fmt: skip
     for message, _ in counts.messages(data, max_length):
         warn(message)
     found: list[list[float]] = []

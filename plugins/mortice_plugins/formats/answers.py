@@ -14,13 +14,13 @@ from mortice_plugins.formats.conversational import kind_name, weight
 
 def example(
     answers: Sequence[Split], pairs: Sequence[tuple[int, int]], record: Mapping[str, Any], source: str,
-    scores: Sequence[float] | None = None,
+    scores: Sequence[float] | None = None, *, every: bool = False,
 ) -> Example:  # fmt: skip
-    """The answers that pairs name, as a group; all of them where there is no pair.
+    """The answers that pairs name, as a group; all of them where there is no pair, or with `every`.
 
     `pairs` are (chosen, rejected) indices into `answers`, `scores` their ratings.
     """
-    used = sorted({k for pair in pairs for k in pair}) or range(len(answers))
+    used = range(len(answers)) if every or not pairs else sorted({k for pair in pairs for k in pair})
     place = {k: i for i, k in enumerate(used)}
     own, first = weight(record), answers[used[0]].prompt_ids
     completions = [

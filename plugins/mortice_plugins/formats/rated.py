@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
-from attrs import frozen
+from attrs import evolve, field, frozen
 
 from mortice.batch import Example
 from mortice.errors import DataError
@@ -34,6 +34,11 @@ class Rated(Conversational):
         validator=in_(("best-worst", "all", "adjacent")),
     )
     min_gap: float = option(0.0, help="scores closer than this tie (equal ones always do)", validator=ge(0.0))
+    _every: bool = field(default=False, kw_only=True, repr=False)
+
+    def with_every_answer(self) -> Self:
+        """The same, with answers in its groups that no pair names too: for scoring."""
+        return evolve(self, every=True)
 
     def matches(self, record: Mapping[str, Any], /) -> bool:
         return all(key in record for key in self.required)
@@ -55,7 +60,8 @@ class Rated(Conversational):
         sides = [
             self.split(tokenizer, prompt, answer, record, key=f"completions[{k}]") for k, answer in enumerate(answers)
         ]
-        return example(sides, rated_pairs(scores, self.pairs, self.min_gap), record, source, scores)
+        pairs = rated_pairs(scores, self.pairs, self.min_gap)
+        return example(sides, pairs, record, source, scores, every=self._every)
 
 
 def list_of(record: Mapping[str, Any], key: str) -> list[Any]:

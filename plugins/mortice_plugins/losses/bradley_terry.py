@@ -15,7 +15,15 @@ from attrs import frozen
 
 from mortice.batch import SCORE, Batch, LossOutput, TokenLogprobs
 from mortice.options import ge, option
-from mortice_plugins.losses.pairs import clipped, max_loss_option, mean_over_pairs, sides, smoothed, smoothing_option
+from mortice_plugins.losses.pairs import (
+    clipped,
+    clipped_share,
+    max_loss_option,
+    mean_over_pairs,
+    sides,
+    smoothed,
+    smoothing_option,
+)
 
 
 @frozen
@@ -66,7 +74,8 @@ class BradleyTerry:
         if self.margin:
             high, low = sides(batch.extras[SCORE], batch)
             wanted = margin - self.margin * (high - low)
-        terms = {"preference": mean_over_pairs(clipped(smoothed(wanted, self.label_smoothing), self.max_loss), batch)}
+        loss = smoothed(wanted, self.label_smoothing)
+        terms = {"preference": mean_over_pairs(clipped(loss, self.max_loss), batch)}
         if self.center_weight:
             terms["center"] = mean_over_pairs(mx.square(chosen + rejected), batch)
         metrics = {
@@ -78,6 +87,7 @@ class BradleyTerry:
         }
         return LossOutput(
             terms,
-            metrics={name: mean_over_pairs(value, batch) for name, value in metrics.items()},
+            metrics={name: mean_over_pairs(value, batch) for name, value in metrics.items()}
+            | clipped_share(loss, self.max_loss, batch),
             weights={"center": self.center_weight} if self.center_weight else {},
         )

@@ -19,6 +19,7 @@ from mortice_plugins.losses.pairs import (
     PROFILE,
     chosen_nll,
     clipped,
+    clipped_share,
     max_loss_option,
     mean_over_pairs,
     pair_metrics,
@@ -98,7 +99,9 @@ class ORPO:
         return LossOutput(
             {"nll": nll, "odds": mean_over_pairs(clipped(odds, self.max_loss), batch)},
             weights={"odds": self.beta},
-            metrics=pair_metrics((chosen, rejected), scores, batch) | {"log_odds": mean_over_pairs(log_odds, batch)},
+            metrics=pair_metrics((chosen, rejected), scores, batch)
+            | {"log_odds": mean_over_pairs(log_odds, batch)}
+            | clipped_share(odds, self.max_loss, batch),
         )
 
 

@@ -88,12 +88,17 @@ def clipped(loss: mx.array, max_loss: float | None) -> mx.array:
     return loss if max_loss is None else mx.minimum(loss, max_loss)
 
 
+def clipped_share(loss: mx.array, max_loss: float | None, batch: Batch) -> dict[str, tuple[mx.array, mx.array]]:
+    """The metric `clipped`: how many pairs are beyond `max_loss`, and without a gradient."""
+    return {} if max_loss is None else {"clipped": mean_over_pairs(loss > max_loss, batch)}
+
+
 def preference(
     loss: mx.array, rewards: Sides, scores: TokenLogprobs, batch: Batch, max_loss: float | None
 ) -> LossOutput:  # fmt: skip
     """The mean over pairs of `loss [N]`, up to `max_loss` each, with the metrics of `pair_metrics`."""
     terms = {"preference": mean_over_pairs(clipped(loss, max_loss), batch)}
-    return LossOutput(terms, metrics=pair_metrics(rewards, scores, batch))
+    return LossOutput(terms, metrics=pair_metrics(rewards, scores, batch) | clipped_share(loss, max_loss, batch))
 
 
 FROM_START = {"displacement": "lw"}

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 from attrs import define, frozen
 
-from mortice.batch import Group
+from mortice.batch import LABEL, Group
 from mortice.data import DataCounts, load_groups, with_unrelated
 from mortice.errors import DataError
 from mortice.options import option
@@ -47,6 +47,8 @@ class Dataset:
                 raise DataError(f"{path}: {error}") from error
 
         train = read(data.train)
+        if "labels" in context.requires and (kind := _only_kind(train)):
+            context.report(f"{data.train.name}: every answer is labelled {kind}: there is no other side to learn from")
         valid = read(data.valid) if data.valid is not None else []
         if not valid:
             context.report("evaluation is off: data.valid is not set")
@@ -58,6 +60,13 @@ class Dataset:
 def _tell(context: SourceContext, path: Any, counts: DataCounts, max_length: int) -> None:
     for message, count in counts.messages(path, max_length):
         context.report(message, count=count)
+
+
+def _only_kind(groups: Sequence[Group]) -> str | None:
+    """`desirable` or `undesirable`, where all answers are labelled so."""
+    labels = {c.extras.get(LABEL) for group in groups for c in group.completions}
+    kinds: dict[float | None, str] = {1.0: "desirable", 0.0: "undesirable"}
+    return kinds.get(labels.pop()) if len(labels) == 1 else None
 
 
 @define(eq=False)
