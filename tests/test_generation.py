@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections import Counter
@@ -125,6 +126,13 @@ def test_the_command_answers_with_and_without_the_adapter(trained):
     assert generate("say: ", "-n", "12").stdout != "hello\n"
     bad = generate("say: ", "--temperature", "-1")
     assert (bad.returncode, bad.stderr.count("\n")) == (2, 1)
+    write_lines(folder / "asked.jsonl", [{"prompt": "say: ", "id": 1}, {"prompt": "say", "id": 2}])
+    many = generate("--prompts", str(folder / "asked.jsonl"), "--adapter", str(adapter), "-n", "12", "--samples", "2")
+    found = [json.loads(line) for line in many.stdout.splitlines()]
+    assert [(each["id"], len(each["answers"])) for each in found] == [(1, 2), (2, 2)]
+    assert found[0]["answers"] == [{"text": "hello", "finish_reason": "stop"}] * 2
+    both = generate("say: ", "--samples", "2")
+    assert both.returncode == 2 and "--samples goes with --prompts" in both.stderr
     missing = generate("say: ", "--adapter", "nowhere")
     assert missing.returncode == 2
     assert "adapter folder not found" in missing.stderr

@@ -190,12 +190,14 @@ def _drawn_by_mlx(logits: mx.array, draws: Sequence[Draw], sampling: Sampling) -
     scaled = logits.astype(mx.float32)
     if sampling.temperature not in (0.0, 1.0):
         scaled = scaled / sampling.temperature
-    normaliser = mx.logsumexp(scaled, axis=-1)  # [M]
+    peak = scaled.max(axis=-1, keepdims=True)
+    weights = mx.exp(scaled - peak)  # [M, V]
+    normaliser = (peak + mx.log(weights.sum(axis=-1, keepdims=True)))[:, 0]  # [M]
     rows = mx.array([each.row for each in draws])
     if sampling.temperature == 0:
         tokens = mx.argmax(scaled, axis=-1)[rows]
     else:
-        reached = mx.cumsum(mx.exp(scaled - scaled.max(axis=-1, keepdims=True)), axis=-1)  # [M, V]
+        reached = mx.cumsum(weights, axis=-1)
         share = mx.array([uniform(each.seed, each.place) for each in draws])[:, None]
         own = reached[rows]
         tokens = (own <= share * own[:, -1:]).sum(axis=-1)
