@@ -56,6 +56,18 @@ class TestEngines:
             want = scored(model, REQUESTS[i].ids, completion.ids, temperature)
             assert completion.sampler_logprobs == pytest.approx(want, abs=1e-4)
 
+    def test_case_b50_prompts_of_many_lengths(self, engine):
+        """In one batch as one by one, and as one scoring pass has them: no padding is sampled, scored or attended."""
+        model = toy()
+        asked = [Request(tuple(1 + (7 * i + n) % 90 for i in range(n)), f"{n}") for n in (2, 7, 19)]
+        sampling = Sampling(max_tokens=10, temperature=0.0)
+        together = answers(engine, asked, sampling, model)
+        for i, request in enumerate(asked):
+            alone = answers(engine, [request], sampling, model)[0, 0]
+            assert together[i, 0].ids == alone.ids
+            want = scored(model, request.ids, alone.ids, 1.0)
+            assert together[i, 0].sampler_logprobs == pytest.approx(want, abs=1e-4)
+
     def test_an_answer_does_not_depend_on_what_else_is_asked(self, engine):
         sampling = Sampling(max_tokens=8, samples=2, seed=3)
         together, alone = answers(engine, REQUESTS, sampling), answers(engine, REQUESTS[1:2], sampling)
