@@ -60,7 +60,7 @@ class TestEngines:
         """In one batch as one by one, and as one scoring pass has them: no padding is sampled, scored or attended."""
         model = toy()
         asked = [Request(tuple(1 + (7 * i + n) % 12 for i in range(n)), f"{n}") for n in (2, 7, 19)]
-        sampling = Sampling(max_tokens=10, temperature=0.0)
+        sampling = Sampling(max_tokens=4, temperature=0.0)
         together = answers(engine, asked, sampling, model)
         for i, request in enumerate(asked):
             alone = answers(engine, [request], sampling, model)[0, 0]
