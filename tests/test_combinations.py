@@ -39,7 +39,7 @@ from mortice.options import option
 from mortice.plugins import Plugins, load_plugins
 from mortice.pretrained import random_model
 from mortice.protocols import Params
-from mortice.randomness import stable_key
+from mortice.randomness import stable_key, stable_seed
 from mortice.registry import Strategy
 from mortice.rows import micro_batches, separate_rows
 from mortice.step import Engine
