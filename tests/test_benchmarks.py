@@ -294,3 +294,11 @@ def test_pictures_of_rows(tmp_path):
 def test_sections_that_need_a_model_say_so(tmp_path, capsys):
     assert main(["--only", "groups", "--quick", "--out", str(tmp_path)]) == 0
     assert "Left out: it needs --model." in capsys.readouterr().out
+
+
+def test_answers_at_once_are_measured(model, tmp_path):
+    """Without the peer: every answer has its full length, and the output says what is left out."""
+    assert main(["--only", "rollouts", "--quick", "--model", str(model), "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "rollouts.json").read_text())
+    assert [m["values"]["sampled"] for m in found["measurements"]] == [16, 32]
+    assert any("no --peers" in note for note in found["notes"])
