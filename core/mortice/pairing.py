@@ -23,6 +23,7 @@ from mortice.batch import Completion
 from mortice.data import bad_rows, read_records
 from mortice.errors import ConfigError, DataError
 from mortice.protocols import LiveEngine, Request, Sampling
+from mortice.randomness import stable_seed
 from mortice.rewards import NamedReward, rewarded
 from mortice.tokenizer import Tokenizer
 
@@ -51,6 +52,11 @@ class Prompt:
         """Names the record, whatever line it stands on."""
         text = json.dumps(self.record, sort_keys=True, ensure_ascii=False)
         return hashlib.blake2b(f"{self.occurrence}\n{text}".encode(), digest_size=16).hexdigest()
+
+    @property
+    def request(self) -> Request:
+        """Its draws are named by its token ids and its occurrence, whatever line it stands on."""
+        return Request(self.ids, f"{stable_seed(self.ids):016x}-{self.occurrence}")
 
 
 @frozen
@@ -182,7 +188,7 @@ def answers(
     """
     for start in range(0, len(prompts), TOGETHER):
         part = prompts[start : start + TOGETHER]
-        requests = [Request(prompt.ids, f"pairs {prompt.occurrence} {prompt.ids}") for prompt in part]
+        requests = [prompt.request for prompt in part]
         found: list[dict[int, Completion]] = [{} for _ in part]
         if greedy:
             for i, _, completion in engine.generate(requests, evolve(sampling, temperature=0.0, samples=1)):

@@ -144,12 +144,12 @@ def answer_file(
     from mortice.cli.pairs import engine_of
     from mortice.pairing import read_prompts
     from mortice.plugins import load_plugins
-    from mortice.protocols import EngineContext, Request
+    from mortice.protocols import EngineContext
 
     chosen = engine_of(load_plugins(), rollout)
     found = read_prompts(file, tokenizer, key=key, raw=raw)
     engine = chosen.options.open(EngineContext(model, tokenizer, lambda message, **_: warn(message)))
-    requests = [Request(prompt.ids, f"generate {prompt.occurrence} {prompt.ids}") for prompt in found]
+    requests = [prompt.request for prompt in found]
     answers: list[dict[int, Any]] = [{} for _ in found]
     start, told, count = time.perf_counter(), 0, 0
     try:
