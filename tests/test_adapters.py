@@ -10,17 +10,25 @@ import mlx.core as mx
 import pytest
 from tiny_llama import CONFIG, IDS, PLUGINS, checkpoint, distance, logits, tiny, write
 
-from mortice.batch import Completion, Group
+from mortice.batch import Completion, Group, Row, Span
+from mortice.config import build_strategy
+from mortice.context import Randomness, SpanContext, activate
 from mortice.errors import CheckpointError, ConfigError
 from mortice.linear import Linear
 from mortice.objective import WeightedLoss
+from mortice.plugins import load_plugins
 from mortice.pretrained import load, random_model
 from mortice.step import Engine
 from mortice_plugins.adapters.full import FullWeights
-from mortice_plugins.adapters.lora import LoRA, LoRALinear, block_name, low_rank, recomputed_low_rank
+from mortice_plugins.adapters.lora import LoRA, LoRALinear, block_name, low_rank, recomputed_low_rank, scales_of
+from mortice_plugins.backwards.checkpoint import Checkpoint
 from mortice_plugins.backwards.full import Full
+from mortice_plugins.backwards.segmented import Segmented
 from mortice_plugins.heads.dense import Dense
+from mortice_plugins.layouts.packed import Packed
+from mortice_plugins.layouts.prefix_shared import PrefixShared
 from mortice_plugins.layouts.separate import Separate
+from mortice_plugins.losses.orpo import ORPO
 from mortice_plugins.losses.sft import SFT
 
 Q0 = "model.layers.0.self_attn.q_proj"
@@ -268,7 +276,8 @@ def test_peft_folders(tmp_path, config, rank_of_down, scales):
     found.adapter.save(found.model, found.params, tmp_path / "ours")
     ours = load(tmp_path / "m", plugins=PLUGINS, adapter=tmp_path / "ours")
     assert distance(logits(ours.model), logits(found.model)) < 1e-4
-    assert {v.shape[1] for n, v in ours.params.items() if n.endswith("lora_a")} == {8}
+    padded = mx.load(str(tmp_path / "ours" / "adapters.safetensors"))  # as mlx-lm reads it
+    assert {v.shape[1] for n, v in padded.items() if n.endswith("lora_a")} == {8}
 
 
 @pytest.mark.parametrize(
@@ -443,3 +452,77 @@ def test_half_precision_activations_are_kept_once(monkeypatch):
     found = peak()
     monkeypatch.setattr("mortice_plugins.adapters.lora.recomputed_low_rank", low_rank)
     assert found < 0.9 * peak()
+
+
+@pytest.mark.parametrize("backward", [Segmented(segment_size=1), Segmented(segment_size=1, compile=True), Checkpoint()])
+@pytest.mark.parametrize("layout", [Separate(), PrefixShared(), Packed()])
+def test_dropout_is_the_same_in_every_backward_and_layout(backward, layout):
+    groups = [Group("a", [1, 2, 3], [Completion([4, 5, 6]), Completion([7, 8])], ((0, 1),)),
+              Group("b", [5, 1], [Completion([4, 4]), Completion([7])], ((0, 1),))]  # fmt: skip
+    model, params = attached(LoRA(rank=4, dropout=0.4))
+    model.mark_trainable(params)
+    losses = (WeightedLoss("orpo", ORPO()),)
+    plain, expected = Engine(model, Dense(), Full(), Separate(), losses).gradients(params, groups, Randomness(0, 3))
+    engine = Engine(model, Dense(), backward, layout, losses, mlp_chunk=2)
+    tally, found = engine.gradients(params, groups, Randomness(0, 3))
+    assert tally.loss == pytest.approx(plain.loss, abs=1e-5)
+    for name, value in expected.items():
+        assert mx.abs(found[name] - value).max().item() <= 1e-4 * mx.abs(value).max().item(), name
+    without, _ = Engine(model, Dense(), Full(), Separate(), losses).gradients(params, groups)
+    other, _ = Engine(model, Dense(), Full(), Separate(), losses).gradients(params, groups, Randomness(0, 4))
+    assert len({plain.loss, without.loss, other.loss}) == 3
+
+
+def test_dropout_drops_its_share_and_keeps_the_mean():
+    layer = LoRALinear(Linear(1000, 1), rank=1, scale=1.0, name="m", dropout=0.25)
+    ctx = SpanContext(Row([1] * 50, [Span(0, 50, None, 0, "s")], [], [], [], [], []), randomness=Randomness(0, 0))
+    with activate(ctx):
+        dropped = layer._dropped(mx.ones((50, 1000)))
+    assert (dropped == 0).mean().item() == pytest.approx(0.25, abs=0.01)
+    assert dropped.mean().item() == pytest.approx(1.0, abs=0.01)
+    assert mx.array_equal(layer._dropped(mx.ones((2, 1000))), mx.ones((2, 1000)))  # no context: no draw
+
+
+def test_rslora_divides_by_the_root_of_the_rank():
+    assert LoRA(rank=16, alpha=8).factor == 0.5 and LoRA(rank=16, alpha=8, rslora=True).factor == 2.0
+    model, _ = attached(LoRA(rank=4, alpha=8, rslora=True))
+    assert set(scales_of(model).values()) == {4.0}
+
+
+def test_ranks_and_alphas_by_pattern(tmp_path):
+    adapter = LoRA(rank=4, alpha=8, rank_pattern={"v_proj": 2, "layers.0.*": 1}, alpha_pattern={"o_proj": 1.0})
+    model, params = attached(adapter)
+    scales = scales_of(model)
+    for layer, v_rank, q_rank in ((0, 2, 1), (1, 2, 4)):
+        part = f"model.layers.{layer}.self_attn"
+        assert params[f"{part}.v_proj.lora_a"].shape[1] == v_rank and params[f"{part}.q_proj.lora_a"].shape[1] == q_rank
+        assert scales[f"{part}.v_proj"] == 8 / v_rank and scales[f"{part}.o_proj"] == 1 / q_rank
+    adapter.save(model, params, tmp_path / "saved")
+    again, _ = attached(adapter)
+    loaded = adapter.load(again, tmp_path / "saved", params)
+    assert all(mx.array_equal(loaded[name], value) for name, value in params.items())
+    bare = tiny().model
+    _, found = LoRA.from_folder(tmp_path / "saved", bare)
+    assert all(mx.array_equal(found[n], v) for n, v in params.items()) and scales_of(bare) == scales
+    model.bind(params)
+    assert distance(logits(model), logits(bare)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rslora": True}, "rslora goes by alpha"),
+        ({"alpha_pattern": {"v_proj": 2.0}}, "alpha_pattern goes by alpha"),
+        ({"rank_pattern": {"v_proj": 0}}, "rank_pattern.v_proj must be 1 or more"),
+        ({"alpha": 2.0, "alpha_pattern": {"v_proj": 0.0}}, "alpha_pattern.v_proj must be above 0"),
+        ({"dropout": 1.0}, "dropout"),
+    ],
+)
+def test_options_of_lora_that_cannot_be(options, message):
+    with pytest.raises(ConfigError, match=message):
+        build_strategy(load_plugins(), "adapter", {"name": "lora", **options})
+
+
+def test_a_pattern_without_a_layer_is_named():
+    with pytest.raises(ConfigError, match=r"'v_prj' names no adapted layer; did you mean 'v_proj'"):
+        attached(LoRA(rank_pattern={"v_prj": 3}))

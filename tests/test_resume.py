@@ -28,10 +28,11 @@ TIMES = ("seconds", "per_second", "memory_")
 """Parts of the names of metrics that no two runs share."""
 STEPS = 5
 KINDS = {
-    "orpo": ["train.micro_batch_size=1"],
-    "dpo": ["loss.name=dpo", "backward.name=segmented"],
+    "orpo": ["adapter.dropout=0.2", "train.micro_batch_size=1"],
+    "dpo": ["loss.name=dpo", "adapter.dropout=0.1", "backward.name=segmented"],
     "dpo-no-cache": ["loss.name=dpo", "reference.cache=false", "train.micro_batch_size=3"],
     "sft": ["loss.name=sft", "adapter.name=full", "backward.name=checkpoint"],
+    "patterns": ["adapter.rank_pattern={v_proj=2}", "adapter.alpha=6", "adapter.rslora=true"],
     "bco": ["loss.name=bco", "loss.shift=running"],
     "adaptive": ["loss.lambda_schedule=adaptive", "train.validate_every=1"],
     "reward": ["loss.name=bradley-terry", "head.name=reward"],

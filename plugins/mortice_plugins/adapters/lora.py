@@ -1,7 +1,7 @@
 """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): `y = W x + scale · (x A) B`, with A and B in float32.
 
 Saved as mlx-lm saves them (`adapters.safetensors`, `adapter_config.json`); mlx-lm's and PEFT's folders are read.
-What this leaves out: DoRA, dropout, adapters on embeddings and on the output matrix.
+What this leaves out: DoRA, adapters on embeddings and on the output matrix.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,12 @@ import mlx.nn as nn
 from attrs import asdict, evolve, field, frozen
 
 from mortice import atomic
+from mortice.context import current
 from mortice.errors import CheckpointError, ConfigError, suggest
 from mortice.linear import Linear, QuantizedLinear, QuantizedStacked, Stacked, gathered
 from mortice.matching import matches
 from mortice.model import Model
-from mortice.options import ge, gt, option, optional
+from mortice.options import and_, ge, gt, lt, option, optional
 from mortice.pretrained import open_weights, read_json, some
 from mortice.protocols import Params
 from mortice.randomness import stable_key
@@ -34,6 +35,8 @@ UNSUPPORTED = (
     "trainable_token_indices", "use_bdlora", "use_dora", "use_qalora", "velora_config",
 )  # fmt: skip
 """PEFT options that change what an adapter computes, or the weights below it, and have no counterpart here."""
+EXACT = "exact.safetensors"
+"""Tensors as they train, where layers have ranks and scales of their own, which mlx-lm's folder cannot say."""
 CHANGED_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 """Values of PEFT's `init_lora_weights` under which the adapter belongs to changed base weights."""
 
@@ -43,10 +46,11 @@ class LoRALinear(nn.Module):
 
     wraps = "_base"
 
-    def __init__(self, base: nn.Module, rank: int, scale: float) -> None:
+    def __init__(self, base: nn.Module, rank: int, scale: float, name: str = "", dropout: float = 0.0) -> None:
         super().__init__()
         self._base = base
         self._scale = scale
+        self._name, self._dropout = name, dropout
         outputs, inputs = shape_of(base)
         self.lora_a = mx.zeros((inputs, rank))
         self.lora_b = mx.zeros((rank, outputs))
@@ -58,7 +62,17 @@ class LoRALinear(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         y = self._base(x)
         term = low_rank if x.dtype == mx.float32 else recomputed_low_rank
-        return y + term(x, self.lora_a, self.lora_b, self._scale).astype(y.dtype)
+        return y + term(self._dropped(x), self.lora_a, self.lora_b, self._scale).astype(y.dtype)
+
+    def _dropped(self, x: mx.array) -> mx.array:
+        """What the low-rank term reads: in training some inputs are 0 and the others larger. Which ones is a function
+        of names (`SpanContext.uniform`), the same in a recomputed forward, any layout and a resumed run."""
+        ctx = current() if self._dropout else None
+        numbers = None if ctx is None else ctx.uniform(self._name, x.shape[-1])
+        if numbers is None:
+            return x
+        kept = numbers.reshape(x.shape) >= self._dropout
+        return x * kept.astype(x.dtype) * (1 / (1 - self._dropout))
 
 
 class LoRAStacked(nn.Module):
@@ -66,7 +80,7 @@ class LoRAStacked(nn.Module):
 
     wraps = "_base"
 
-    def __init__(self, base: nn.Module, rank: int, scale: float) -> None:
+    def __init__(self, base: nn.Module, rank: int, scale: float, name: str = "", dropout: float = 0.0) -> None:
         super().__init__()
         self._base, self._scale = base, scale
         count, outputs, inputs = base.shape
@@ -139,13 +153,26 @@ class LoRA:
 
     y = W x + scale · (x A) B. A starts uniform in ±1/√in, keyed by the run's seed and the layer's name; B starts at
     zero, so that a fresh adapter changes nothing. Adapters are float32 whatever the weights are stored in.
+
+    Layers may have ranks and alphas of their own, by the first pattern that names them; of those the rest follows: the
+    scale is alpha / rank, or with `rslora` alpha / √rank (Kalajdzievski 2023, arXiv:2312.03732).
     """
 
     rank: int = option(16, help="columns of A, rows of B", validator=ge(1))
     scale: float | None = option(
         None, help="factor of the low-rank term (default 2.0); or give alpha", validator=optional(gt(0))
     )
-    alpha: float | None = option(None, help="the same as scale = alpha / rank", validator=optional(gt(0)))
+    alpha: float | None = option(
+        None, help="the same as scale = alpha / rank, or alpha / √rank with rslora", validator=optional(gt(0))
+    )
+    rslora: bool = option(False, help="alpha is divided by the root of the rank, not by the rank")
+    dropout: float = option(
+        0.0, help="share of a layer's inputs that its adapter does not see in a step", validator=and_(ge(0.0), lt(1.0))
+    )
+    rank_pattern: Mapping[str, int] = option(
+        factory=dict, help='ranks of layers by name or pattern, such as { "v_proj" = 32, "layers.0.*" = 4 }'
+    )
+    alpha_pattern: Mapping[str, float] = option(factory=dict, help="alphas of layers, in the same way")
     targets: tuple[str, ...] | None = field(
         default=None,
         kw_only=True,
@@ -163,17 +190,51 @@ class LoRA:
     def __attrs_post_init__(self) -> None:
         if self.scale is not None and self.alpha is not None:
             raise ValueError("scale and alpha say the same thing (scale = alpha / rank); give one of them")
+        if self.alpha is None and (self.rslora or self.alpha_pattern):
+            name = "rslora" if self.rslora else "alpha_pattern"
+            raise ValueError(f"{name} goes by alpha, which is not given; a scale is the factor as it is")
+        for name, least in (("rank_pattern", 1), ("alpha_pattern", 0)):
+            for key, value in getattr(self, name).items():
+                if isinstance(value, bool) or not value >= least or (name == "alpha_pattern" and not value > 0):
+                    raise ValueError(f"{name}.{key} must be {'1 or more' if least else 'above 0'}, found {value!r}")
 
     @property
     def factor(self) -> float:
-        """The scale in force."""
+        """The scale in force, of layers that no pattern names."""
         if self.alpha is not None:
-            return self.alpha / self.rank
+            return self.alpha / self._divisor(self.rank)
         return DEFAULT_SCALE if self.scale is None else self.scale
+
+    def _divisor(self, rank: int) -> float:
+        return math.sqrt(rank) if self.rslora else rank
+
+    def _plan(self, model: Model, chosen: Sequence[str]) -> dict[str, tuple[int, float]]:
+        """Rank and scale of each layer. Raises ConfigError for a pattern that names none of them."""
+        for name in ("rank_pattern", "alpha_pattern"):
+            for pattern in getattr(self, name):
+                if not any(matches(pattern, layer) for layer in chosen):
+                    have = sorted({block_name(layer).rpartition(".")[2] for layer in chosen})
+                    raise ConfigError(
+                        f"adapter.{name}: {pattern!r} names no adapted layer{suggest(pattern, have)} (there are "
+                        f"{', '.join(have)})"
+                    )
+
+        def of(patterns: Mapping[str, Any], layer: str, default: Any) -> Any:
+            return next((value for pattern, value in patterns.items() if matches(pattern, layer)), default)
+
+        plan = {}
+        for layer in chosen:
+            rank = of(self.rank_pattern, layer, self.rank)
+            alpha = of(self.alpha_pattern, layer, self.alpha)
+            plan[layer] = (rank, self.factor if alpha is None else alpha / self._divisor(rank))
+        return plan
 
     def attach(self, model: Model, seed: int, /) -> Params:
         chosen = self._chosen(model)
-        params = wrap(model, dict.fromkeys(chosen, (self.rank, self.factor)))
+        stacks = [name for name in chosen if name in expert_layers(model)] if self.dropout else []
+        if stacks:
+            raise ConfigError(f"adapter.dropout: experts are adapted without dropout ({some(stacks, 2)}); leave it out")
+        params = wrap(model, self._plan(model, chosen), self.dropout)
         fresh = {}
         for name, place in params.items():
             if name.endswith("lora_a"):
@@ -209,21 +270,27 @@ class LoRA:
         return {name: mx.zeros_like(v) if name.endswith("lora_b") else v for name, v in params.items()}
 
     def save(self, model: Model, params: Params, path: Path, /) -> None:
-        rank, scale, tensors = uniform(params, scales_of(model))
-        config = {
+        scales = scales_of(model)
+        rank, scale, tensors = uniform(params, scales)
+        config: dict[str, Any] = {
             "fine_tune_type": "lora",
             "num_layers": model.num_layers if self.layers is None else self.layers,
             "lora_parameters": {
                 "rank": rank,
                 "scale": scale,
-                "dropout": 0.0,
+                "dropout": self.dropout,
                 "keys": sorted({block_name(name.rpartition(".")[0]) for name in tensors}),
             },
             "mortice": {"adapter": {"name": "lora"} | asdict(self, filter=lambda _, value: value is not None)},
         }
+        exact = any(tensors[name] is not value for name, value in params.items())
+        if exact:
+            config["mortice"]["scales"] = scales
         with atomic.writing_folder(path) as folder:
             named = {model.mlx_lm_name(name): tensor for name, tensor in tensors.items()}
             mx.save_safetensors(str(folder / "adapters.safetensors"), named, metadata={"format": "mlx"})
+            if exact:
+                mx.save_safetensors(str(folder / EXACT), dict(params), metadata={"format": "mlx"})
             (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
     def load(self, model: Model, path: Path, params: Params, /) -> Params:
@@ -261,7 +328,7 @@ class LoRA:
         wrong = []
         if "rank" in given and self.rank != rank:
             wrong.append(f"adapter.rank is {rank} there, the run has {self.rank}")
-        own = self.alpha / rank if self.alpha is not None else self.factor
+        own = self.alpha / self._divisor(rank) if self.alpha is not None else self.factor
         if given & {"scale", "alpha"} and not math.isclose(own, scale):
             wrong.append(f"its scale (alpha / rank) is {scale:g}, the run has {own:g}")
         if given & {"targets", "layers"}:
@@ -273,17 +340,20 @@ class LoRA:
                 f"adapter.init: {path} is another adapter: {'; '.join(wrong)}. Leave these options out to take the "
                 "folder's"
             )
-        strategy, params = self._attached(model, saved, plan)
+        strategy, params = self._attached(model, saved, plan, self.dropout)
         kept = {"alpha": self.alpha, "scale": None} if "alpha" in given else {}
         kept |= {name: getattr(self, name) for name in given & {"targets", "layers"}}
         kept |= {"targets": self.targets} if "layers" in given else {}
+        kept |= {"dropout": self.dropout}
         return evolve(strategy, **kept), params
 
     @classmethod
-    def _attached(cls, model: Model, saved: Saved, plan: Mapping[str, tuple[int, float]]) -> tuple[LoRA, Params]:
+    def _attached(
+        cls, model: Model, saved: Saved, plan: Mapping[str, tuple[int, float]], dropout: float = 0.0
+    ) -> tuple[LoRA, Params]:
         targets = patterns(model, plan)
         params = saved.checked(places(model, plan))
-        wrap(model, plan)
+        wrap(model, plan, dropout)
         model.bind(params)
         rank, scale = max(plan.values())
         return cls(rank=rank, scale=scale, targets=targets), params
@@ -361,12 +431,12 @@ def _reserved(pattern: str) -> str:
     return ""
 
 
-def wrap(model: Model, plan: Mapping[str, tuple[int, float]]) -> Params:
+def wrap(model: Model, plan: Mapping[str, tuple[int, float]], dropout: float = 0.0) -> Params:
     """Put adapters of the planned rank and scale around linear layers; their zero parameters by full name."""
     for name, module, put in list(model.named_modules()):
         if name in plan:
             stacked = isinstance(module, (Stacked, QuantizedStacked))
-            put((LoRAStacked if stacked else LoRALinear)(module, *plan[name]))
+            put((LoRAStacked if stacked else LoRALinear)(module, *plan[name], name, dropout))
     model.invalidate()
     named = model.named_parameters()
     return {f"{name}.{part}": named[f"{name}.{part}"] for name in plan for part in ("lora_a", "lora_b")}
@@ -435,6 +505,9 @@ class Saved:
 def read_saved(path: Path, model: Model) -> Saved:
     """Raises CheckpointError for a damaged folder or a feature that has no counterpart here."""
     config = read_json(path / "adapter_config.json")
+    own = config.get("mortice", {}).get("scales")
+    if own is not None and (path / EXACT).exists():
+        return Saved(path, open_weights(path, EXACT), {name: float(scale) for name, scale in own.items()})
     tensors = open_weights(path, "adapters.safetensors", "adapter_model.safetensors")
     saved = _read_peft(path, config, tensors) if "peft_type" in config else _read_mlx(path, config, tensors)
     return evolve(
