@@ -637,3 +637,27 @@ def test_another_engine_keeps_how_answers_are_sampled(file):
         "takes the place of rollout 'sequential' in run.toml; its options (rows) are left out" in notice
         for notice in config.notices
     )
+
+
+def test_a_plan_for_a_small_task(file):
+    """Less than what is looked at for planning: 81 to train on."""
+    assert len(of_task(file, "arithmetic", "task.digits=1", 'task.operations="+"').source.largest()) == 3
+
+
+def test_problems_of_a_task_are_answered_once_each(file):
+    """Until they are used up, which is said; in another order by the seed."""
+    live, other = (of_task(file, "arithmetic", f"train.seed={seed}").source for seed in (0, 1))
+    seen = [prompt.record["prompt"] for i in range(4) for prompt in live.prompts.take(i, 3)]
+    assert len(set(seen)) == 12 and live.prompts.take(1, 3)[0].record["prompt"] == seen[3]
+    assert [prompt.record["prompt"] for prompt in other.prompts.take(0, 3)] != seen[:3]
+
+
+def test_a_function_of_the_users_is_not_called_before_the_run(file):
+    code = "def grade(completion, record):\n    assert completion\n    return len(completion)\n"
+    (file.parent / "mine.py").write_text(code)
+    reward = f'name = "python"\nfunction = "{file.parent / "mine.py"}:grade"'
+    file.write_text(RUN_FILE.replace('name = "share"', reward))
+    assert ready(file).source.next(0)
+    file.write_text(RUN_FILE.replace('name = "share"', reward.replace(":grade", ":grate")))
+    with pytest.raises(ConfigError, match="has no function 'grate'"):
+        ready(file)

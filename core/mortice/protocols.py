@@ -384,7 +384,8 @@ class RolloutEngine(Protocol):
 class Reward(Protocol):
     """A number for a completion; rewards of a run are summed with their `weight`.
 
-    One that takes long or runs code of the user's has `costly = True`: it is not tried on records beforehand.
+    One that takes long or runs code of the user's has `costly = True`: it is not tried on records beforehand. `ready()`
+    (optional) raises ConfigError where it cannot be had.
     """
 
     weight: float

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from attrs import frozen
 
@@ -24,6 +24,8 @@ class PythonReward:
     that a run file names.
     """
 
+    costly: ClassVar[bool] = True
+
     function: str = option(help='"module:name" or "file.py:name"')
     weight: float = option(1.0, help="weight among the rewards")
 
@@ -32,6 +34,10 @@ class PythonReward:
         module, _, name = value.rpartition(":")
         if not module or not name.isidentifier():
             raise ValueError(f'must be "module:name" or "file.py:name", found {value!r}')
+
+    def ready(self) -> None:
+        """Raises ConfigError where there is no such function."""
+        _function(self.function)
 
     def __call__(self, completion: str, record: Mapping[str, Any], /) -> float:
         return _function(self.function)(completion, record)

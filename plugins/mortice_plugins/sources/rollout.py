@@ -10,6 +10,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
@@ -93,6 +94,8 @@ class Rollout:
             raise ConfigError(
                 'source "rollout" needs [[reward]]: what is an answer worth? (`mortice list reward`; or give a [task])'
             )
+        for each in context.rewards:
+            getattr(each.reward, "ready", lambda: None)()
         if not context.requires & {"advantages", "pairs"}:
             raise ConfigError(
                 'source "rollout": the loss goes neither by advantages nor by pairs, so that no reward would change '
@@ -311,8 +314,14 @@ class TaskPrompts:
         return found
 
     def longest(self, size: int) -> list[Prompt]:
-        """Of those that come first: there is no end of them."""
-        return sorted(self.take(0, max(size, MEASURED)), key=lambda prompt: -len(prompt.ids))[:size]
+        """Of those that come first: there may be no end of them."""
+        assert self.context.task is not None
+        records = []
+        with suppress(ConfigError):  # used up: a small task
+            for record in islice(self.context.task.problems("train", self.context.seed), max(size, MEASURED)):
+                records.append(record)
+        found = _rendered(self.context, "train", iter(records))
+        return sorted(found, key=lambda prompt: -len(prompt.ids))[:size]
 
 
 Prompts = FilePrompts | TaskPrompts
