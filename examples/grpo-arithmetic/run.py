@@ -3,10 +3,10 @@ r"""GRPO on a task whose best answer is known: sums of two-digit numbers, writte
 A tiny model learns from random weights what an answer looks like (SFT, a few steps): `73+86=` → `\boxed{501}`, which is
 37 + 68 = 105. It gets the form right then, and part of the sums. GRPO goes on with problems that SFT never saw, and
 with nothing but rewards: 1 for the right sum, 0.2 for the form. What counts is fixed before: **in every seed, the mean
-reward of greedy answers to held-out problems rises from its start to within 2 % of the most there is, 1.2.** No held-out
-sum is in training, nor is the same one the other way round.
+reward of greedy answers to held-out problems rises from its start to within 2 % of the most there is, 1.2.** No
+held-out sum is in training, nor is the same one the other way round.
 
-    python examples/grpo-arithmetic/run.py [FOLDER [SEED …]]    # minutes on two cores; FOLDER/table.md, FOLDER/rewards.svg
+    python examples/grpo-arithmetic/run.py [FOLDER [SEED …]]    # minutes on two cores; makes table.md, rewards.svg
 
 Seeds that have been run already in FOLDER are read from there. Ends with exit code 1 where a seed does not get there.
 """
