@@ -20,6 +20,7 @@ from mortice.errors import MorticeError, suggest
 COMMANDS = {
     "train": ("train:train", "Train as a run file says."),
     "resume": ("resume:resume", "Go on with a run that stopped."),
+    "runs": ("runs:runs", "List run folders, compare them, remove checkpoints."),
     "check": ("check:check", "Check a run file, its model and its data, without training."),
     "plan": ("plan:plan", "Predict peak memory and time, or what fits a memory limit."),
     "data": ("data:data", "Show how records tokenize, what is scored and what is cut."),
