@@ -142,7 +142,7 @@ def variants(cls: type) -> Iterator[dict[str, Any]]:
             values = get_args(kind)
         elif kind is bool:
             values = (False, True)
-        elif kind is int or int in get_args(kind):
+        elif kind is int or (int in get_args(kind) and get_origin(kind) is not Mapping):
             values = (SMALL,) if get_origin(kind) in (tuple, list) else SMALL
         yield from ({name: value} for value in values if value != attribute.default)
 
