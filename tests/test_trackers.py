@@ -23,7 +23,7 @@ STEP = {
 
 
 def info(path: Path, start_step: int = 0) -> RunInfo:
-    return RunInfo(path, total_steps=10, trainable=1, parameters=2, start_step=start_step)
+    return RunInfo(path, total_steps=10, trainable=1, parameters=2, start_step=start_step, resumed=start_step > 0)
 
 
 def lines(path: Path) -> list[dict]:
