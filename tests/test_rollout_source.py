@@ -655,9 +655,9 @@ def test_problems_of_a_task_are_answered_once_each(file):
 def test_a_function_of_the_users_is_not_called_before_the_run(file):
     code = "def grade(completion, record):\n    assert completion\n    return len(completion)\n"
     (file.parent / "mine.py").write_text(code)
-    reward = f'name = "python"\nfunction = "{file.parent / "mine.py"}:grade"'
+    reward = 'name = "python"\nfile = "mine.py"\nfunction = "grade"'
     file.write_text(RUN_FILE.replace('name = "share"', reward))
     assert ready(file).source.next(0)
-    file.write_text(RUN_FILE.replace('name = "share"', reward.replace(":grade", ":grate")))
+    file.write_text(RUN_FILE.replace('name = "share"', reward.replace("grade", "grate")))
     with pytest.raises(ConfigError, match="has no function 'grate'"):
         ready(file)

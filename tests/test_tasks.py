@@ -158,21 +158,28 @@ def test_a_reward_from_the_runs_task():
 def test_a_function_of_the_users(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def length(text, record):\n    return len(text) / record['most']\n\nvalue = 3\n")
-    assert PythonReward(function=f"{file}:length")("abc", {"most": 6}) == 0.5
+    assert PythonReward(function="length", file=file)("abc", {"most": 6}) == 0.5
     assert PythonReward(function="operator:contains")("abc", "b") is True
-    for function, message in (
-        (f"{file}:width", "has no function 'width'"), (f"{file}:value", "has no function 'value'"),
-        (f"{tmp_path / 'none.py'}:f", "no file"), ("no_such_module:f", "ModuleNotFoundError"),
-    ):  # fmt: skip
+    for options, message in (
+        ({"function": "width", "file": file}, "has no function 'width'"),
+        ({"function": "value", "file": file}, "has no function 'value'"),
+        ({"function": "f", "file": tmp_path / "none.py"}, "no file"),
+        ({"function": "no_such_module:f"}, "ModuleNotFoundError"),
+    ):
         with pytest.raises(ConfigError, match=message):
-            PythonReward(function=function)("a", {})
-    with pytest.raises(ConfigError, match="must be"):
-        build_strategy(load_plugins(), "reward", {"name": "python", "function": "nothing"})
+            PythonReward(**options)("a", {})
+    for options in (
+        {"function": "nothing"},
+        {"function": "a:b", "file": str(file)},
+        {"function": "a b", "file": str(file)},
+    ):
+        with pytest.raises(ConfigError, match="function must be"):
+            build_strategy(load_plugins(), "reward", {"name": "python", **options})
 
 
 def test_what_the_users_function_raises_names_row_and_reward(tmp_path):
     (tmp_path / "bad.py").write_text("def f(text, record):\n    raise KeyError('x')\n")
-    rewards = named([("python", PythonReward(function=f"{tmp_path / 'bad.py'}:f"))])
+    rewards = named([("python", PythonReward(function="f", file=tmp_path / "bad.py"))])
     with pytest.raises(DataError, match="row 3: reward python raised KeyError: 'x'"):
         rewarded(rewards, "a", {}, "row 3")
     failed = []

@@ -20,40 +20,43 @@ from mortice.options import option
 class PythonReward:
     """What a function of yours gives: `function(completion, record) → number`. **This imports and runs its module.**
 
-    `function` is "module:name" of an importable module, or "path/to/file.py:name". Nothing else in mortice runs code
-    that a run file names.
+    `function` is "module:name" of an importable module, or with `file` the name alone. Nothing else in mortice runs
+    code that a run file names.
     """
 
     costly: ClassVar[bool] = True
 
-    function: str = option(help='"module:name" or "file.py:name"')
+    function: str = option(help='"module:name", or the name in `file`')
+    file: Path | None = option(None, help="Python file of the function")
     weight: float = option(1.0, help="weight among the rewards")
 
-    @function.validator  # type: ignore[attr-defined]
-    def _two_parts(self, attribute: Any, value: str) -> None:
-        module, _, name = value.rpartition(":")
-        if not module or not name.isidentifier():
-            raise ValueError(f'must be "module:name" or "file.py:name", found {value!r}')
+    def __attrs_post_init__(self) -> None:
+        module, _, name = self.function.rpartition(":")
+        if not name.isidentifier() or bool(module) == (self.file is not None):
+            raise ValueError(
+                f'function must be "module:name", or a name alone beside file, found {self.function!r} '
+                f"{'with' if self.file is not None else 'without'} file"
+            )
 
     def ready(self) -> None:
         """Raises ConfigError where there is no such function."""
-        _function(self.function)
+        _function(self.function, self.file)
 
     def __call__(self, completion: str, record: Mapping[str, Any], /) -> float:
-        return _function(self.function)(completion, record)
+        return _function(self.function, self.file)(completion, record)
 
 
 @cache
-def _function(text: str) -> Callable[[str, Mapping[str, Any]], float]:
+def _function(text: str, file: Path | None) -> Callable[[str, Mapping[str, Any]], float]:
     """Raises ConfigError where it cannot be had."""
     place, _, name = text.rpartition(":")
     try:
-        module = _of_file(Path(place).expanduser()) if place.endswith(".py") else importlib.import_module(place)
+        module = importlib.import_module(place) if file is None else _of_file(file)
     except Exception as error:
         raise ConfigError(f"reward function {text}: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise ConfigError(f"reward function {text}: {place} has no function {name!r}")
+        raise ConfigError(f"reward function {text}: {file or place} has no function {name!r}")
     return function
 
 
