@@ -24,8 +24,8 @@ from mortice import run
 SEEDS = (0, 1, 2)
 HELD_OUT = 300
 """Sums, in both orders."""
-SFT_STEPS = 120
-STEPS = 300
+SFT_STEPS = 140
+STEPS = 400
 FORM = 0.2
 """Reward of the form alone."""
 MOST = 1.0 + FORM
@@ -106,7 +106,7 @@ def learn_to_add(folder: Path, seed: int) -> None:
             "adapter": {"name": "full", "init": str(folder / f"sft-{seed}" / "adapter")},
             "optimizer": {"name": "adamw", "learning_rate": 1e-3},
             "schedule": {"name": "cosine"},
-            "train": {"steps": STEPS, "batch_size": 64, "seed": seed, "validate_every": STEPS // 15},
+            "train": {"steps": STEPS, "batch_size": 64, "seed": seed, "validate_every": STEPS // 20},
             "run": {"path": str(folder / f"grpo-{seed}")},
         }
     )
