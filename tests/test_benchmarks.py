@@ -198,6 +198,7 @@ def steps_run(model, tmp_path_factory):
     return folder / "out", said.getvalue()
 
 
+@pytest.mark.slow
 def test_one_command_writes_tables_and_says_what_it_left_out(steps_run):
     out, said = steps_run
     assert "steps: objective orpo: mortice, segmented, round 1 of 1:" in said
@@ -220,6 +221,7 @@ def test_one_command_writes_tables_and_says_what_it_left_out(steps_run):
     assert rate["GFLOP/s"] == pytest.approx(rate["GFLOP a step"] / rate["s a step"])
 
 
+@pytest.mark.slow
 def test_every_objective_trains_the_same_with_every_backward(steps_run, model):
     lines = map(json.loads, (steps_run[0] / "steps.jsonl").read_text().splitlines())
     found = {(line["cell"]["objective"], line["contender"]): line["values"] for line in lines}
@@ -252,6 +254,7 @@ def test_a_group_trains_the_same_in_every_layout(model):
     assert separate["flops"] > shared["flops"]
 
 
+@pytest.mark.slow
 def test_a_random_model_and_every_head_are_measured():
     arguments = {"config": CONFIG, "prompt": 20, "length": 4, "backward": "segmented", "recipe": {}}
     step = Contender("x", "benchmarks.training:random_step", arguments).measure()

@@ -39,7 +39,7 @@ from mortice.options import option
 from mortice.plugins import Plugins, load_plugins
 from mortice.pretrained import random_model
 from mortice.protocols import Params
-from mortice.randomness import stable_key, stable_seed
+from mortice.randomness import stable_key
 from mortice.registry import Strategy
 from mortice.rows import micro_batches, separate_rows
 from mortice.step import Engine
@@ -379,15 +379,8 @@ def norm(value: mx.array) -> float:
 INSTALLED = load_plugins()
 
 
-def some_slow(combinations: Sequence[Combination]) -> list[Any]:
-    """Three of four are slow tests: every pair of their parts is among those below anyway."""
-    return [
-        pytest.param(each, marks=[pytest.mark.slow] if stable_seed(str(each)) % 4 else [], id=str(each))
-        for each in combinations
-    ]
-
-
-@pytest.mark.parametrize("combination", some_slow(full_product(INSTALLED)))
+@pytest.mark.slow  # every pair of their parts is among those below anyway
+@pytest.mark.parametrize("combination", full_product(INSTALLED), ids=str)
 def test_every_combination_of_what_is_registered(combination):
     check(combination)
 

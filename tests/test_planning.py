@@ -133,6 +133,7 @@ def check(engine: Engine, params: Params, groups: Sequence[Group], rel: float = 
 # The peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("backward", ["full", "segmented"])
 def test_peak_of_every_kind_of_model(name, backward):

@@ -111,7 +111,7 @@ def equal(one: Path, other: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(tmp_path, kind):
     whole = start(tmp_path, *KINDS[kind])
-    for step in (1, 3, STEPS - 1):
+    for step in (1, 3):
         folder = stopped(whole, step)
         outcome = resume(folder)
         assert outcome.steps == STEPS and outcome.path == folder
@@ -124,7 +124,7 @@ ONLINE = ["loss.name=dpo", "source.name=rollout", "data.format=prompt", "rollout
 @pytest.mark.parametrize("loss", [[], ["loss.beta=0.1"], ONLINE], ids=["grpo", "grpo-kl", "online"])
 def test_a_rollout_goes_on_between_its_passes(tmp_path, installed, loss):
     whole = start(tmp_path, "source.inner_epochs=3", *loss, run_file=ROLLOUT, steps=7)
-    for step in (1, 2, 3, 5):
+    for step in (2, 3):
         folder = stopped(whole, step)
         resume(folder)
         equal(whole, folder)
